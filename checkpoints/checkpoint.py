@@ -60,7 +60,7 @@ _CONFIG_REMEDY = REMEDY + ", or upgrade expertcast if a newer version wrote it"
 
 _Free = dict[str, JsonValue]
 _Share = Annotated[float, Field(ge=0, le=1)]
-_Readings = Annotated[list[Annotated[list[float], Field(min_length=3, max_length=3)]], Field(max_length=10_000)]
+_Readings = Annotated[list[Annotated[list[float], Field(min_length=4, max_length=4)]], Field(max_length=10_000)]
 _Digest = Annotated[str, Field(pattern="^xxh3:[0-9a-f]{32}$")]
 
 
@@ -96,7 +96,7 @@ class ConfigFile(TypedDict):
     python_version: str
     versions: dict[str, str | None]
     calibration: dict[str, _Readings]
-    """Slope, root and offset of each layer pair (:class:`LogOdds`), by distance."""
+    """Slope, bend, offset and unit of each layer pair (:class:`LogOdds`), by distance."""
     member_calibration: dict[str, dict[str, _Readings]]
     """Calibration of the predictor's members, by name."""
     code: dict[str, str]
@@ -540,7 +540,8 @@ def describe(predictor: Predictor, view: MoEView) -> Json:
 def _values(predictor: Predictor) -> dict[str, list[list[float]]]:
     """Return the calibration as config.json stores it."""
     return {
-        str(ahead): [[own.slope, own.root, own.offset] for own in each] for ahead, each in predictor.calibration.items()
+        str(ahead): [[own.slope, own.bend, own.offset, own.unit] for own in each]
+        for ahead, each in predictor.calibration.items()
     }
 
 

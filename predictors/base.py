@@ -34,23 +34,24 @@ _NEWTON_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class LogOdds:
-    """Calibration of one layer pair: log-odds = slope x m + root x sign(m) sqrt|m| + offset.
+    """Calibration of one layer pair: log-odds = slope x m + bend x sign(m) ln(1 + |m| / unit) + offset.
 
     The margin m is the distance of an expert's logit from the boundary, the midpoint between the token's K-th and
-    (K+1)-th largest logit. The slope is an inverse temperature. The root term lets the odds rise fast near the
-    boundary and slowly far from it, which suits forecasts with a few large errors. The three numbers minimise
+    (K+1)-th largest logit. The slope is an inverse temperature. The logarithm lets the odds rise fast near the
+    boundary and slowly far from it, which suits forecasts with a few large errors. The four numbers minimise
     cross-entropy on the validation split (:mod:`expertcast.training.calibrate`), so the probabilities sum to K on
     average, but not for every token.
     """
 
     slope: float
-    root: float
+    bend: float
     offset: float
+    unit: float
 
     def of(self, logits_TE: Tensor, top_k: int) -> Tensor:
         """Return the log-odds [T, E] (fp32) that each expert is among the token's K, from forecast logits [T, E]."""
         margin_TE = margin(logits_TE, top_k)
-        return self.slope * margin_TE + self.root * signed_root(margin_TE) + self.offset
+        return self.slope * margin_TE + self.bend * signed_log(margin_TE / self.unit) + self.offset
 
 
 def margin(logits_TE: Tensor, top_k: int) -> Tensor:
@@ -62,9 +63,9 @@ def margin(logits_TE: Tensor, top_k: int) -> Tensor:
     return (logits_TE - boundary_T1).clamp(-FARTHEST, FARTHEST)
 
 
-def signed_root(margin_TE: Tensor) -> Tensor:
-    """Return sign(m) sqrt|m| of margins [T, E]."""
-    return margin_TE.sign() * margin_TE.abs().sqrt()
+def signed_log(margin_TE: Tensor) -> Tensor:
+    """Return sign(m) ln(1 + |m|) of margins [T, E]."""
+    return margin_TE.sign() * margin_TE.abs().log1p()
 
 
 def inclusion_probability(logits_TE: Tensor, top_k: int, start_T: Tensor | None = None) -> Tensor:

@@ -2,8 +2,8 @@
 
 T tokens, E routed experts per layer, K experts per token, P layer pairs.
 
-The three parameters minimise the convex cross-entropy of all (token, expert) pairs. The solver is Newton's method with
-step halving.
+Slope, bend and offset minimise the cross-entropy of all (token, expert) pairs, which is convex for each of the units
+tried. The solver is Newton's method with step halving.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from torch.nn import functional
 
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import Predictor
-from expertcast.predictors.base import LogOdds, margin, signed_root
+from expertcast.predictors.base import LogOdds, margin, signed_log
 from expertcast.training.scoring import FitOptions, states_of, validation_pass, validation_tokens
 
 TOKENS = 4096
 """Tokens used for calibration, evenly spread over the validation split."""
 _PRIOR = 1.0
-"""Weight of the prior (slope 1, root 0, offset 0); without it, perfect forecasts have no finite optimum."""
+"""Weight of the prior (slope 1, bend 0, offset 0); without it, perfect forecasts have no finite optimum."""
+_UNITS = (0.01, 0.03, 0.1, 0.3, 1.0)
+"""Units to choose from by cross-entropy: routers differ in the scale of their logits."""
 _STEPS, _HALVINGS = 30, 20
 _TOLERANCE = 1e-6
 
@@ -59,9 +61,16 @@ def calibrate(predictor: Predictor, source: TraceSource, options: FitOptions) ->
 
 
 def fit_log_odds(margin_TE: Tensor, member_TE: Tensor) -> LogOdds:
-    """Fit slope, root and offset by cross-entropy between margins [T, E] and membership in the K chosen (bool)."""
+    """Fit a calibration by cross-entropy between margins [T, E] and membership in the K chosen (bool)."""
     margin_N, member_N = margin_TE.flatten().double(), member_TE.flatten().double()
-    x_N3 = torch.stack([margin_N, signed_root(margin_N), torch.ones_like(margin_N)], dim=1)
+    fits = {unit: _fit(margin_N, member_N, unit) for unit in _UNITS}
+    unit = min(fits, key=lambda unit: fits[unit][1])
+    return LogOdds(*fits[unit][0], unit)
+
+
+def _fit(margin_N: Tensor, member_N: Tensor, unit: float) -> tuple[list[float], float]:
+    """Return slope, bend and offset for a unit, and their cross-entropy in nats with the prior's."""
+    x_N3 = torch.stack([margin_N, signed_log(margin_N / unit), torch.ones_like(margin_N)], dim=1)
     start_3 = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64, device=margin_N.device)
     prior_33 = _PRIOR * torch.eye(3, dtype=torch.float64, device=margin_N.device)
 
@@ -87,4 +96,4 @@ def fit_log_odds(margin_TE: Tensor, member_TE: Tensor) -> LogOdds:
         gained, fit_3, odds_N, nats = nats - better, fit_3 - step_3, tried_N, better
         if gained <= _TOLERANCE * nats.abs():
             break
-    return LogOdds(*fit_3.tolist())
+    return fit_3.tolist(), float(nats)

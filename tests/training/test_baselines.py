@@ -46,7 +46,7 @@ def test_recall_is_that_of_a_count(ahead: int, reference_traces: TraceDataset) -
 def test_an_entry_by_hand() -> None:
     """Counts of 3 x 8 in 8 bytes and weights in 4, and three numbers for each of two calibrated pairs."""
     predictor = Frequency(PredictorConfig(), ModelShape(layers=3, experts=8, top_k=2, hidden=4))
-    predictor.calibration = {1: [LogOdds(1.0, 0.0, 0.0)] * 2}
+    predictor.calibration = {1: [LogOdds(1.0, 0.0, 0.0, 1.0)] * 2}
     entry = ledger_entry(predictor, {"seconds": 2.0, "known_seconds": 3.0, "collection_s": 60.0}, 2.5e-4)
     assert entry == {
         "parameters": 48 + 6, "bytes": 24 * 8 + 24 * 4 + 6 * 8, "forecast_ms": 0.25, "training_s": 5.0,

@@ -47,7 +47,7 @@ def equal_mass_error(p_N: Tensor, hit_N: Tensor, groups: int = 15) -> float:
     return float(sum(gaps) / len(p))
 
 
-@pytest.mark.parametrize("log_odds", [None, LogOdds(2.0, 0.5, -0.4)])
+@pytest.mark.parametrize("log_odds", [None, LogOdds(2.0, 0.5, -0.4, 1.0)])
 def test_the_error_is_that_of_groups_of_equal_mass(log_odds: LogOdds | None) -> None:
     truth = random_routing(0, 3000, SHAPE)
     forecast = replace(near(truth, 1, 0.8), log_odds=log_odds)
@@ -84,7 +84,7 @@ def test_it_is_good_where_experts_are_drawn_by_the_probabilities() -> None:
 def test_without_likely_pairs_there_is_no_error_of_them() -> None:
     truth = random_routing(0, 5, SHAPE)
     metric = Calibration(1)
-    metric.update(0, comparison_of(replace(truth, log_odds=LogOdds(0.0, 0.0, -9.0)), truth))
+    metric.update(0, comparison_of(replace(truth, log_odds=LogOdds(0.0, 0.0, -9.0, 1.0)), truth))
     result = metric.compute()
     assert result["ece_likely"].isnan()
     assert result["ece"].item() == pytest.approx(0.25, abs=1e-3), "a quarter of the pairs are there"
@@ -94,7 +94,7 @@ def test_a_forecast_that_is_always_sure_and_mostly_wrong_is_not_calibrated() -> 
     """A probability that rounds to 1 belongs to the last bin, not to the first."""
     truth = random_routing(0, 60, SHAPE)
     metric = Calibration(1)
-    metric.update(0, comparison_of(replace(random_routing(1, 60, SHAPE), log_odds=LogOdds(0.0, 0.0, 40.0)), truth))
+    metric.update(0, comparison_of(replace(random_routing(1, 60, SHAPE), log_odds=LogOdds(0.0, 0.0, 40.0, 1.0)), truth))
     result = metric.compute()
     assert result["ece"].item() == result["ece_likely"].item() == pytest.approx(0.75)
 
@@ -104,8 +104,9 @@ def test_the_fit_has_a_prior_of_one_pair() -> None:
     margin_TE = torch.tensor([[2.0, 1.0, -1.0, -2.0]])
     found = fit_log_odds(margin_TE, margin_TE > 0)
     margin_N = margin_TE[0].double()
-    x_N3 = torch.stack([margin_N, margin_N.sign() * margin_N.abs().sqrt(), torch.ones(4)], dim=1)
-    fit_3 = torch.tensor([found.slope, found.root, found.offset]).double()
+    bent_N = margin_N.sign() * (1 + margin_N.abs() / found.unit).log()
+    x_N3 = torch.stack([margin_N, bent_N, torch.ones(4)], dim=1)
+    fit_3 = torch.tensor([found.slope, found.bend, found.offset]).double()
     gradient_3 = ((x_N3 @ fit_3).sigmoid() - (margin_N > 0).double()) @ x_N3 + fit_3 - torch.tensor([1.0, 0.0, 0.0])
     torch.testing.assert_close(gradient_3, torch.zeros(3).double(), atol=1e-2, rtol=0)
 
@@ -127,22 +128,25 @@ def test_margins_are_measured_from_the_boundary() -> None:
     forecast = Forecast(
         layer=1, logits_TE=logits_TE, topk_ids_TK=torch.zeros(2, 2).long(), topk_weights_TK=torch.zeros(2, 2)
     )
-    log_odds = LogOdds(2.0, 0.5, -1.0)
+    log_odds = LogOdds(2.0, 0.5, -1.0, 0.1)
     read = replace(forecast, log_odds=log_odds)
-    root = torch.tensor([2.5, 0.5]).sqrt() / 2
-    odds = torch.tensor([4 + root[0], root[1], -2 - root[1], -6 - root[0]])
+    bent = torch.tensor([26.0, 6.0]).log() / 2
+    odds = torch.tensor([4 + bent[0], bent[1], -2 - bent[1], -6 - bent[0]])
     torch.testing.assert_close(log_odds.of(logits_TE, 2)[0], odds)
     assert read[:1].log_odds == Forecast.join([read, read]).log_odds == read.log_odds
 
 
-@pytest.mark.parametrize("drawn_with", [LogOdds(5.5, 1.0, -0.3), LogOdds(0.4, 0.0, -2.0), LogOdds(0.2, 2.0, 0.1)])
+@pytest.mark.parametrize(
+    "drawn_with", [LogOdds(5.5, 1.0, -0.3, 0.1), LogOdds(0.4, 0.0, -2.0, 1.0), LogOdds(0.2, 2.0, 0.1, 0.03)]
+)
 def test_the_fit_finds_what_was_drawn_with(drawn_with: LogOdds) -> None:
     margin_TE = torch.randn(12_000, 16, generator=torch.Generator().manual_seed(1))
-    root_TE = margin_TE.sign() * margin_TE.abs().sqrt()
-    odds_TE = drawn_with.slope * margin_TE + drawn_with.root * root_TE + drawn_with.offset
+    bent_TE = margin_TE.sign() * (margin_TE.abs() / drawn_with.unit).log1p()
+    odds_TE = drawn_with.slope * margin_TE + drawn_with.bend * bent_TE + drawn_with.offset
     found = fit_log_odds(margin_TE, drawn(odds_TE.sigmoid(), seed=2))
+    assert not drawn_with.bend or found.unit == drawn_with.unit
     assert found.slope == pytest.approx(drawn_with.slope, abs=0.25)
-    assert found.root == pytest.approx(drawn_with.root, abs=0.25)
+    assert found.bend == pytest.approx(drawn_with.bend, abs=0.25)
     assert found.offset == pytest.approx(drawn_with.offset, abs=0.04)
 
 
@@ -150,7 +154,7 @@ def test_the_fit_stays_finite() -> None:
     """Where every forecast is right, and where all are alike."""
     margin_TE = torch.randn(400, 16, generator=torch.Generator().manual_seed(1))
     right = fit_log_odds(margin_TE, margin_TE > 0)
-    assert 5 < right.slope + right.root < 1e3
+    assert 5 < right.slope + right.bend < 1e3
     alike = fit_log_odds(torch.zeros(400, 16), drawn(torch.full((400, 16), 0.25), seed=2))
     assert alike.offset == pytest.approx(-1.1, abs=0.1)
     assert alike.slope == pytest.approx(1.0)
@@ -187,10 +191,10 @@ def test_checkpoints_keep_it(
 @pytest.mark.parametrize(
     ("readings", "message"),
     [
-        ({"2": [[1.0, 0.0, 0.0]]}, "calibration has distance '2', not in ['1']"),
-        ({"1": [[1.0, 0.0, 0.0]]}, "calibration.1 has 1 layer pairs instead of 11"),
-        ({"1": [[1.0, 0.0]] * 11}, "calibration.1.0 is [1.0, 0.0]"),
-        ({"1": [["1.0", 0.0, 0.0]] * 11}, "calibration.1.0.0 is '1.0'"),
+        ({"2": [[1.0, 0.0, 0.0, 1.0]]}, "calibration has distance '2', not in ['1']"),
+        ({"1": [[1.0, 0.0, 0.0, 1.0]]}, "calibration.1 has 1 layer pairs instead of 11"),
+        ({"1": [[1.0, 0.0, 0.0]] * 11}, "calibration.1.0 is [1.0, 0.0, 0.0]"),
+        ({"1": [["1.0", 0.0, 0.0, 1.0]] * 11}, "calibration.1.0.0 is '1.0'"),
     ],
 )
 def test_readings_that_do_not_fit_are_refused(
