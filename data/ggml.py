@@ -716,7 +716,8 @@ def product(
         key = "rows", *matrices._replace(address=0, experts=1, stride=0), len(rows)
         many = kept(key, lambda: _Rows(matrices.at(0), len(rows)))
         return many.multiply(matrices.address, rows.detach().squeeze(1)).unsqueeze(1)
-    return kept((matrices, down, rows.shape, top_k, ids is None), made).multiply(rows.detach(), ids, numbers)
+    rows = rows.detach() if rows.requires_grad else rows
+    return kept((matrices, down, rows.shape, top_k, ids is None), made).multiply(rows, ids, numbers)
 
 
 class _Gate(Graph):

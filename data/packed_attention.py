@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.utils import output_capturing
 
 from expertcast.data import ggml
+from expertcast.data.machine import without_gradients
 from expertcast.data.packed_experts import PackedMatrix
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -229,42 +230,40 @@ class _Attention:
     Args:
         module: the attention module.
         matrices: of its projections of queries, keys and values.
-        norm: RMSNorm of the input; None: there is none.
+        before: RMSNorm of the input; None: there is none.
     """
 
-    def __init__(self, module: Any, matrices: tuple[ggml.Matrices, ...], norm: Any = None) -> None:
+    def __init__(self, module: Any, matrices: tuple[ggml.Matrices, ...], before: Any = None) -> None:
         size, hidden = module.head_dim, matrices[0].inputs
         self._heads = [own.outputs // size for own in matrices]
         heads, pairs, _ = self._heads
         memory = ggml.scratch(
-            ((1, hidden), torch.float32), ((1, heads + 2 * pairs, 1, size), torch.float32),
+            ((1, 1, hidden), torch.float32), ((1, heads + 2 * pairs, 1, size), torch.float32),
             ((5, heads * size), torch.float32), (((heads + pairs) * size * _STEPS * 4 + 8 * hidden,), torch.uint8),
-            ((1, hidden), torch.float32),
+            ((1, hidden), torch.float32), ((heads + pairs, size), torch.float32),
         )  # fmt: skip
-        self._input, self._made, self._vectors, between, self._norm = memory
+        self._input, self._made, self._vectors, between, self._norm, turning = memory
         self._turn = ggml.kept(("turn", size), lambda: _Turn(size))
         self._copied: list[tuple[Tensor, str, str]] = []
         work = sum(own.outputs * own.inputs for own in matrices)
         self._graph = graph = ggml.Graph("attention", work, _NODES, between)
         row, cos, sin = graph.tensor(self._input), graph.tensor(self._turn.cos), graph.tensor(self._turn.sin)
-        if norm is not None:
-            row = graph.apply("mul", graph.apply("rms_norm", row, norm.variance_epsilon), graph.tensor(self._norm))
-        projected: list[int] = []
-        *turned, values = self._made.split_with_sizes(self._heads, 1)
-        for own, name, out in zip(matrices, _PROJECTIONS, (None, None, values), strict=True):
-            biased = module._modules[name].bias is not None
-            made = graph.apply("mul_mat", graph.weights(own), row, out=None if biased else out)
+        if before is not None:
+            row = graph.apply("mul", graph.apply("rms_norm", row, before.variance_epsilon), graph.tensor(self._norm))
+        parts = *turning.split_with_sizes((heads, pairs)), self._made[:, heads + pairs :]
+        for own, name, norm, out in zip(matrices, _PROJECTIONS, (*_NORMS, ""), parts, strict=True):
+            biased, scale = module._modules[name].bias is not None, module._modules.get(norm)
+            made = graph.apply("mul_mat", graph.weights(own), row, out=None if biased or scale else out)
             if biased:
-                made = graph.apply("add", made, self._vector(name, "bias", own.outputs), out=out)
-            projected.append(made)
-        for made, norm, count, out in zip(projected, _NORMS, self._heads, turned, strict=False):
-            made = graph.view("reshape_2d", made, size, count)
-            if norm in module._modules:
-                made = graph.apply("rms_norm", made, module._modules[norm].variance_epsilon)
-                made = graph.apply("mul", made, self._vector(norm, "weight", size))
-            halves = [graph.view("view_2d", made, size // 2, count, 4 * size, start) for start in (2 * size, 0)]
-            across = graph.apply("mul", graph.apply("concat", *halves, 0), sin)
-            graph.apply("add", graph.apply("mul", made, cos), across, out=out)
+                made = graph.apply("add", made, self._vector(name, "bias", own.outputs), out=None if scale else out)
+            if scale:
+                made = graph.view("reshape_2d", made, size, own.outputs // size)
+                made = graph.apply("rms_norm", made, scale.variance_epsilon)
+                graph.apply("mul", made, self._vector(norm, "weight", size), out=out)
+        made = graph.tensor(turning)
+        halves = [graph.view("view_2d", made, size // 2, heads + pairs, 4 * size, start) for start in (2 * size, 0)]
+        across = graph.apply("mul", graph.apply("concat", *halves, 0), sin)
+        graph.apply("add", graph.apply("mul", made, cos), across, out=self._made[:, : heads + pairs])
 
     def _vector(self, owner: str, name: str, count: int) -> int:
         """Return a tensor over memory to which each run copies a small parameter."""
@@ -272,7 +271,7 @@ class _Attention:
         self._copied.append((memory, owner, name))
         return self._graph.tensor(memory)
 
-    @torch.no_grad()
+    @without_gradients
     def run(self, module: Any, hidden: Tensor, positions: tuple[Tensor, Tensor], cache: Any, norm: Any) -> Tensor:
         """Run :func:`attended`."""
         heads, pairs, _ = self._heads
@@ -280,7 +279,7 @@ class _Attention:
             self._norm.copy_(norm._parameters["weight"])
         for memory, owner, name in self._copied:
             memory.copy_(module._modules[owner]._parameters[name])
-        self._input.copy_(hidden[0])
+        self._input.copy_(hidden)
         self._turn.follow(*positions)
         self._graph.run()
         query, keys, values = self._made.to(hidden.dtype).split_with_sizes(self._heads, 1)

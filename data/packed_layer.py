@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from expertcast.data import ggml, packed_attention
-from expertcast.data.machine import one_row, without_onednn
+from expertcast.data.machine import one_row, without_gradients, without_onednn
 from expertcast.data.taps import OBSERVES
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -245,10 +245,10 @@ class _After:
     """
 
     def __init__(self, matrix: ggml.Matrices, weights: ggml.Matrices | None, norm: Any) -> None:
-        row, both = ((1, matrix.outputs), torch.float32), ((2, 1, 1, matrix.outputs), torch.float32)
+        row, both = ((1, 1, matrix.outputs), torch.float32), ((2, 1, 1, matrix.outputs), torch.float32)
         product = (1, 0 if weights is None else weights.outputs), torch.float32
         between = (8 * matrix.outputs + 64,), torch.uint8
-        memory = ggml.scratch(((1, matrix.inputs), torch.float32), row, row, both, product, between)
+        memory = ggml.scratch(((1, 1, matrix.inputs), torch.float32), row, row, both, product, between)
         self._seen, self._before, self._norm, self._made, self._product, space = memory
         residual, normed = self._made
         self._graph = graph = ggml.Graph("attention", matrix.outputs * matrix.inputs, _NODES, space)
@@ -259,11 +259,11 @@ class _After:
         if weights is not None:
             graph.apply("mul_mat", graph.weights(weights), made, out=self._product)
 
-    @torch.no_grad()
+    @without_gradients
     def run(self, seen: Tensor, hidden: Tensor, norm: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return the residual and what the norm makes of it, [1, 1, D] each, and the product [1, E]."""
-        self._seen.copy_(seen[0])
-        self._before.copy_(hidden[0])
+        self._seen.copy_(seen)
+        self._before.copy_(hidden)
         self._norm.copy_(norm._parameters["weight"])
         self._graph.run()
         residual, normed = self._made.to(hidden.dtype, copy=True).unbind()

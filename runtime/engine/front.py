@@ -24,6 +24,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertcast.data.batch import RouterCall
 from expertcast.data.kv_cache import grow_in_place
+from expertcast.data.machine import without_gradients
 from expertcast.data.moe_layers import PROBE_EXPERTS, experts_implementation
 from expertcast.data.packed_experts import packed_matrices
 from expertcast.data.taps import RouterTaps
@@ -76,13 +77,17 @@ def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: T
             f"experts implementation {EXPERTS_NAME!r} runs only inside expertcast.offload(model): set another one, "
             "such as 'grouped_mm' (or does this model share its config with an offloaded one?)"
         )
-    with torch.no_grad():
-        runs = engine if engine.stage is None else engine.stage
-        output_TD = runs.run(engine.view.layers[found[1]], hidden_states, top_k_index, top_k_weights)
+    output_TD = _run(engine, found[1], hidden_states, top_k_index, top_k_weights)
     if torch.is_grad_enabled() and hidden_states.requires_grad:
         refused: Tensor = _NoBackward.apply(hidden_states, output_TD)  # type: ignore[no-untyped-call]
         return refused
     return output_TD
+
+
+@without_gradients
+def _run(engine: Engine, layer: int, *arguments: Tensor) -> Tensor:
+    runs = engine if engine.stage is None else engine.stage
+    return runs.run(engine.view.layers[layer], *arguments)
 
 
 class _NoBackward(torch.autograd.Function):
