@@ -65,7 +65,8 @@ def fit_log_odds(margin_TE: Tensor, member_TE: Tensor) -> LogOdds:
     margin_N, member_N = margin_TE.flatten().double(), member_TE.flatten().double()
     fits = {unit: _fit(margin_N, member_N, unit) for unit in _UNITS}
     unit = min(fits, key=lambda unit: fits[unit][1])
-    return LogOdds(*fits[unit][0], unit)
+    slope, bend, offset = fits[unit][0]
+    return LogOdds(slope, bend, offset, unit)
 
 
 def _fit(margin_N: Tensor, member_N: Tensor, unit: float) -> tuple[list[float], float]:
