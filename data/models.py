@@ -41,7 +41,7 @@ from expertcast.data.weights.files import SafetensorsFiles, TensorFile, WeightFi
 from expertcast.data.weights.gguf import GgufFile, check_package, complete_config, gguf_form, light_headers
 from expertcast.data.weights.groups import grouped
 from expertcast.data.weights.packed import join_bnb, join_packed, join_scales
-from expertcast.predictors.messages import ExpertcastError, first_line
+from expertcast.predictors.messages import ExpertcastError, first_line, format_bytes
 
 LOADING = threading.RLock()
 """Held while a model is built or loaded: transformers then sets torch's default dtype, which all threads share."""
@@ -204,8 +204,8 @@ def _check_room(source: ModelSource, model: PreTrainedModel, device: torch.devic
     if available is not None and needed > available:
         kind = "" if device.type == "cpu" else f"{device.type} "
         raise TooLargeError(
-            f"{source.name!r} needs {needed} bytes of {kind}memory, {available} are available: run it "
-            "offloaded with --memory (in Python: load_offloaded)"
+            f"{source.name!r} needs {format_bytes(needed)} of {kind}memory, {format_bytes(available)} are available: "
+            "load it offloaded, as load_offloaded and expertcast generate do"
         )
 
 

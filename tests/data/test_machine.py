@@ -17,6 +17,7 @@ from expertcast.cli import main
 from expertcast.data.machine import available_memory, usable_processors
 from expertcast.data.models import load_model
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.messages import format_bytes
 from tests.families.models import tiny_model
 from tests.runtime.gguf_files import tiny, write
 from tests.runtime.quantised import fp8, mxfp4
@@ -152,7 +153,7 @@ def test_bytes_are_those_of_the_loaded_model(
     monkeypatch.setattr(HOST_MEMORY, lambda: needed)
     load_model(path, dtype=dtype)
     monkeypatch.setattr(HOST_MEMORY, lambda: needed - 1)
-    with pytest.raises(ExpertcastError, match=f"needs {needed} bytes of memory, {needed - 1} are available"):
+    with pytest.raises(ExpertcastError, match=f"needs {format_bytes(needed)} of memory, "):
         load_model(path, dtype=dtype)
 
 
@@ -196,5 +197,5 @@ def test_a_model_for_a_gpu_is_checked_against_its_memory(monkeypatch: pytest.Mon
     needed = held(REFERENCE, "auto")
     monkeypatch.setattr(HOST_MEMORY, lambda: 1 << 50)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1000, 1 << 50))
-    with pytest.raises(ExpertcastError, match=f"needs {needed} bytes of cuda memory, 1000 are available"):
+    with pytest.raises(ExpertcastError, match=f"needs {format_bytes(needed)} of cuda memory, 1 kB are available"):
         load_model(REFERENCE, device="cuda")

@@ -39,6 +39,21 @@ def test_bench_in_every_mode(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "identical means as resident" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "memory"),
+    [("advise reference --experts int4", 47e6), ("advise reference", 30e6), ("bench reference", 30e6)],
+)
+def test_a_model_larger_than_memory_is_refused(
+    command: str, memory: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before its experts are read: they run with all of them in memory."""
+    monkeypatch.setattr("expertcast.data.machine.available_memory", lambda: int(memory))
+    assert main([*command.split(), "--prompt-tokens", "8", "--new-tokens", "3"]) == 2
+    *_, line = capsys.readouterr().err.strip().splitlines()
+    assert " MB" in line
+    assert "--memory" not in line
+
+
 @pytest.mark.slow
 def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = "--prompt-tokens 8 --slots 96"

@@ -104,10 +104,10 @@ class Target:
 
     @classmethod
     def load(cls, options: TargetOptions) -> Self:
-        """Load the model, with its experts in the form of --experts.
+        """Load the model, with its experts in the form of --experts in memory.
 
         Raises:
-            ExpertcastError: no such model, or a form that it does not have.
+            ExpertcastError: no such model, a form that it does not have, or too little memory.
         """
         from expertcast.runtime.benchmarking.bench import BorrowedStore, loaded_model, without_experts_to
         from expertcast.runtime.config import OffloadConfig
@@ -116,7 +116,8 @@ class Target:
         if form == _EXPANDED:
             model = load_model(name, dtype=options.dtype, **options.passed_on(name))
         else:
-            model = loaded_model(options.offloaded(name, OffloadConfig(experts=form, cache=False)))
+            link = "instant" if options.device_name == "cpu" else "auto"  # a link to memory: nothing stays in files
+            model = loaded_model(options.offloaded(name, OffloadConfig(experts=form, cache=False, link=link)))
         view = find_moe_layers(model)
         device = torch.device(options.device_name)
         return cls(options, without_experts_to(model, device), view, BorrowedStore(view, device))
