@@ -838,37 +838,33 @@ def layer_shares(shape: CacheShape) -> list[int]:
 # Eviction by a model of the next uses that learns from routing while the model runs.
 #
 # R layers that share the slots, E routed experts per layer, N visited layers, F features of an expert, H half-lives, K
-# experts of a visit. A visit is one token at one layer, or one step of several sequences. Column E is of no expert: it
-# fills rows of unequal length.
+# experts of a visit, T past visits. A visit is one token at one layer, or one step of several sequences. Column E is of
+# no expert: it fills rows of unequal length.
 #
 # Source: this project.
 
 Numbers = npt.NDArray[np.floating]
 Ids = npt.NDArray[np.int64]
 
-HALF_LIVES = (8, 1, 2, 4, 16, 32, 64)
+HALF_LIVES = (8, 1, 3, 24, 1024)
 """Half-lives of the averages of use, in visits; before learning, the forecast is the first average."""
-_DECAY_H1 = np.array([[0.5 ** (1 / half_life)] for half_life in HALF_LIVES], dtype=np.float32)
+_DECAY_H11 = np.array([[[0.5 ** (1 / half_life)]] for half_life in HALF_LIVES], dtype=np.float32)
 _PAIR_PRIOR = 4.0
 """Weight, in visits, of an expert's overall rate in the estimate of its rate after another expert."""
-_MAX_AGE = 200
-_LOG_AGE = np.log1p(np.arange(_MAX_AGE + 1), dtype=np.float32) - 2
-_HALVING_PERIOD = 4096
-"""Number of visits of a layer after which all counts are halved, so that they stay bounded."""
-FEATURES = len(HALF_LIVES) + 6
+_MEMORY = 256
+"""Number of past visits among which the model looks for those with the same experts as now."""
+_AFTER = (1.0, 0.8, 0.64, 0.512)
+"""Weights of the visits after such a visit."""
+_ALIKE_PRIOR = 0.1
+"""Weight of an expert's overall rate beside its rate after such visits."""
+FEATURES = len(HALF_LIVES) + 4
 """Number of features, F."""
-
-
-def _span(rows: Sequence[int]) -> slice | Ids:
-    """Return ascending rows, as a slice if they are consecutive: numpy need not copy that."""
-    consecutive = rows[-1] - rows[0] + 1 == len(rows)
-    return slice(rows[0], rows[-1] + 1) if consecutive else np.array(rows)
 
 
 class UsageModel:
     """Online logistic regression of whether an expert is used within the next `horizon` visits of its layer.
 
-    All layers share the weights. Each visit labels the features of `horizon` visits ago, and the weights take one
+    All layers share the weights. :meth:`learn` labels the features of `horizon` visits ago, and the weights take one
     Newton step on the log loss of all visits so far. A quadratic prior holds the weights at the first average of use.
     The model needs no training, step size or random numbers, and its memory is constant.
 
@@ -881,108 +877,125 @@ class UsageModel:
     """
 
     def __init__(self, *, layers: int, experts: int, top_k: int, horizon: int, prior: float) -> None:
-        self._experts, self._share, self._horizon = experts, top_k / experts, horizon
-        self._visits_R = np.zeros(layers, dtype=np.int64)
-        self._average_RHE = np.zeros((layers, len(HALF_LIVES), experts), dtype=np.float32)
-        self._weight_RH1 = np.zeros((layers, len(HALF_LIVES), 1), dtype=np.float32)
-        self._counted_R1 = np.zeros((layers, 1), dtype=np.float32)
-        self._uses_RE = np.zeros((layers, experts + 1), dtype=np.float32)
-        self._uses_RE[:, experts] = np.inf
-        self._last_RE = np.full((layers, experts), -_MAX_AGE)
-        self._followed_REE = np.zeros((layers, experts + 1, experts + 1), dtype=np.float32)
-        """Number of visits that used the second expert directly after a visit that used the first."""
-        self._before: list[Sequence[int]] = [()] * layers
-        """Experts of each layer's last visit."""
-        self._used = np.zeros((horizon, layers, experts + 1), dtype=bool)
+        self._experts, self._share, self._horizon = experts, np.float32(top_k / experts), horizon
+        self._now = 0
+        """Number of visits of each layer in earlier passes."""
+        self._average_HRE = np.zeros((len(HALF_LIVES), layers, experts), dtype=np.float32)
+        self._followed = np.zeros((layers * (experts + 1), experts + 1), dtype=np.float32)
+        """Number of visits that used the second expert directly after a visit that used the first, which is given as
+        row * (E + 1) + expert; column E counts all of the latter."""
+        self._used = np.zeros((horizon, layers, experts), dtype=bool)
         """Use in each of the last visits; visit i is at i modulo the horizon."""
-        self._x = np.empty((horizon, layers, FEATURES, experts), dtype=np.float32)
-        """Features before each of these visits."""
-        self._x[0] = 0.0
-        self._x[0, :, [0, -1]] = 1.0
-        self._x[0, :, -3] = _LOG_AGE[_MAX_AGE]
+        self._x = np.zeros((horizon + 1, FEATURES, layers, experts), dtype=np.float32)
+        """Features before each of these visits and the next; visit i is at i modulo the horizon + 1."""
+        self._x[0, [0, -1]] = 1.0
         self._weight_F = np.zeros(FEATURES)
         self._weight_F[:2] = np.log(min(0.5, horizon * top_k / experts)), 1.0
         self._precision_FF = np.eye(FEATURES) * prior
+        self._first = -1
+        """Visit at place 0 of the memory; there is none before visit 0."""
+        none_R1 = np.arange(1, layers + 1)[:, None] * (experts + 1) - 1
+        self._past_TRK = np.tile(none_R1, (2 * _MEMORY, 1, top_k))
+        """Experts of each visit, as row * (E + 1) + expert."""
+        self._shared_T = np.zeros(2 * _MEMORY, dtype=np.float32)
+        """Number of experts that each visit shares with now, layers that ran before counting less."""
+        self._sharpness = 2 / math.sqrt(layers * top_k)
 
-    def visit(self, layers: Sequence[int], experts: Sequence[Sequence[int]]) -> Numbers:
-        """Learn from one visit of each of some layers.
+    def visit(self, first: int, experts: Sequence[Sequence[int]], number: int = 0) -> Numbers:
+        """Note one visit of each of N consecutive layers.
 
         Args:
-            layers: distinct layers (0..R-1), ascending.
+            first: first of the layers (0..R-1).
             experts: distinct experts (0..E-1) that each of them used.
+            number: number of visits of these layers since the pass started.
 
         Returns:
             Log-odds of a use within the horizon [N, E].
         """
-        rows_N, used_NK, span = np.array(layers), self._filled(experts), _span(layers)
-        slot_N = self._visits_R[span] % self._horizon
-        self._used[slot_N, rows_N] = False
-        self._used[slot_N[:, None], rows_N[:, None], used_NK] = True
-        self._visits_R[span] += 1
-        next_N = self._visits_R[span] % self._horizon
-        ready_N = self._visits_R[span] >= self._horizon
-        if ready_N.any():
-            self._learn(self._x[next_N, rows_N][ready_N], self._used[:, span, :-1].max(axis=0)[ready_N])
-        self._count(rows_N, span, used_NK, self._used[slot_N, rows_N, :-1])
-        for layer, own in zip(layers, experts, strict=True):
-            self._before[layer] = own
-        x_NFE = self._x[next_N, rows_N] = self._features(rows_N, span, used_NK)
-        odds_NE: Numbers = self._weight_F.astype(np.float32) @ x_NFE
-        return odds_NE
-
-    def _filled(self, experts: Sequence[Sequence[int]]) -> Ids:
+        count, width, (_, layers, most) = len(experts), self._experts + 1, self._past_TRK.shape
+        visit, span, place = self._now + number, slice(first, first + count), self._now + number - self._first
         filled = list(itertools.zip_longest(*experts, fillvalue=self._experts))
-        return np.array(filled, dtype=np.int64).reshape(-1, len(experts)).T
+        start_N1 = np.arange(first, first + count)[:, None] * width
+        used_NK = start_N1 + np.array(filled, dtype=np.int64).reshape(-1, count).T
+        used_R = np.zeros(layers * width, dtype=np.float32)
+        used_R[used_NK] = 1.0
+        used_R[self._experts :: width] = 0.0
+        used_NE = self._used[visit % self._horizon, span] = used_R.reshape(layers, width)[span, :-1]
+        self._past_TRK[place, span] = start_N1 + self._experts
+        self._past_TRK[place, span, : used_NK.shape[1]] = used_NK[:, :most]
+        average_HNE = self._average_HRE[:, span] * _DECAY_H11 + used_NE
+        self._average_HRE[:, span] = average_HNE
+        x_FNE = np.empty((FEATURES, count, self._experts), dtype=np.float32)
+        x_FNE[0], x_FNE[-1] = 1.0, average_HNE[-1] == 0
+        weight_H11 = (1 - _DECAY_H11 ** (visit + 1)) / (1 - _DECAY_H11)
+        x_FNE[1:-3] = (average_HNE + self._share) / (self._share * (weight_H11 + 1))
+        x_FNE[-3] = self._after_these(place, span, used_NE, x_FNE[-4])
+        x_FNE[-2] = 1.0 if number else self._after_alike(span, used_R, x_FNE[-4])
+        np.log(x_FNE[1:-1], out=x_FNE[1:-1])
+        self._x[(visit + 1) % (self._horizon + 1)][:, span] = x_FNE
+        odds_M: Numbers = self._weight_F.astype(np.float32) @ x_FNE.reshape(FEATURES, -1)
+        return odds_M.reshape(count, -1)
 
-    def _count(self, rows_N: Ids, span: slice | Ids, used_NK: Ids, used_NE: npt.NDArray[np.bool_]) -> None:
-        before_NK = self._filled([self._before[row] for row in rows_N.tolist()])
-        self._followed_REE[rows_N[:, None, None], before_NK[:, :, None], used_NK[:, None, :]] += 1
-        self._average_RHE[span] *= _DECAY_H1
-        self._average_RHE[span] += used_NE[:, None]
-        self._weight_RH1[span] = self._weight_RH1[span] * _DECAY_H1 + 1
-        self._uses_RE[rows_N[:, None], used_NK] += 1
-        self._counted_R1[span] += 1
-        self._last_RE[span] = np.where(used_NE, self._visits_R[span, None], self._last_RE[span])
-        old_N = rows_N[self._visits_R[span] % _HALVING_PERIOD == 0]
-        if len(old_N):
-            for counts in (self._uses_RE, self._counted_R1, self._followed_REE):
-                counts[old_N] /= 2
+    def learn(self, span: slice, number: int = 0) -> None:
+        """Learn from features before the visit `horizon` visits ago, after some layers' visit of that number."""
+        visit = self._now + number + 1
+        if visit < self._horizon:
+            return
+        x_FM = self._x[(visit + 1) % (self._horizon + 1)][:, span].reshape(FEATURES, -1)
+        used_M = self._used[:, span].any(axis=0).ravel()
+        odds_M = self._weight_F.astype(np.float32) @ x_FM
+        chance_M = 1 / (1 + np.exp(-np.clip(odds_M, -30, 30)))
+        self._precision_FF += (x_FM * (chance_M * (1 - chance_M))) @ x_FM.T
+        self._weight_F = self._weight_F + np.linalg.solve(self._precision_FF, x_FM @ (used_M - chance_M))
 
-    def _features(self, rows_N: Ids, span: slice | Ids, used_NK: Ids) -> Numbers:
-        """Return the features of each expert [N, F, E].
+    def end_pass(self, visits: int) -> None:
+        """Note that each layer had this number of visits since the last call."""
+        self._now += visits
+        self._shared_T = np.roll(self._shared_T, 1) if visits == 1 else np.zeros_like(self._shared_T)
+        old = self._now - self._first - _MEMORY
+        if old > _MEMORY - 2 * PROMPT_ROWS:
+            self._first += old
+            for memory in (self._past_TRK, self._shared_T):
+                memory[:_MEMORY] = memory[old : old + _MEMORY].copy()
 
-        In order: a constant; the log of each decayed average of use and of the share of all visits, relative to chance;
-        the log of how much more often than usual it follows the experts of the last visit; the log of the age; whether
-        the last visit used the expert; whether no visit did.
+    def _after_these(self, place: int, span: slice, used_NE: Numbers, rate_NE: Numbers) -> Numbers:
+        """Return how much more often than usual each expert follows the experts of this visit [N, E]."""
+        before_NK, now_NK = self._past_TRK[place - 1 : place + 1, span]
+        self._followed[before_NK, :-1] += used_NE[:, None]
+        self._followed[before_NK, -1] += 1
+        followed_NKE = self._followed[now_NK]
+        none_NK = now_NK % (self._experts + 1) == self._experts
+        per_use_NK = ~none_NK / (followed_NKE[:, :, -1] + _PAIR_PRIOR)
+        followed_NE = (per_use_NK[:, None] @ followed_NKE)[:, 0, :-1]
+        usual_N1 = (_PAIR_PRIOR * per_use_NK + none_NK).sum(axis=1, keepdims=True)
+        ratio_NE: Numbers = (followed_NE / (rate_NE * self._share) + usual_N1) / now_NK.shape[1]
+        return ratio_NE
+
+    def _after_alike(self, span: slice, used_R: Numbers, rate_NE: Numbers) -> Numbers:
+        """Return how much more often than usual each expert was used after visits like this one [N, E].
+
+        Alike are visits that share many of the experts that this pass and the last ones used.
         """
-        share, heads, experts = self._share, len(HALF_LIVES), self._experts
-        x_NFE = np.empty((len(rows_N), FEATURES, experts), dtype=np.float32)
-        x_NFE[:, 0] = 1.0
-        x_NFE[:, 1 : heads + 1] = (self._average_RHE[span] / share + 1) / (self._weight_RH1[span] + 1)
-        rate_NE = x_NFE[:, heads + 1] = (self._uses_RE[span, :-1] / share + 1) / (self._counted_R1[span] + 1)
-        per_use_NK = 1 / (np.maximum(self._uses_RE[rows_N[:, None], used_NK] - 1, 0) + _PAIR_PRIOR)
-        followed_NE = (per_use_NK[:, None] @ self._followed_REE[rows_N[:, None], used_NK])[:, 0, :-1]
-        count_N1 = np.maximum((used_NK < experts).sum(1, keepdims=True), 1)
-        usual_N1 = _PAIR_PRIOR * per_use_NK.sum(1, keepdims=True)
-        x_NFE[:, heads + 2] = (followed_NE / (rate_NE * share) + usual_N1) / count_N1
-        np.log(x_NFE[:, 1 : heads + 3], out=x_NFE[:, 1 : heads + 3])
-        age_NE = np.minimum(self._visits_R[span, None] - self._last_RE[span], _MAX_AGE)
-        x_NFE[:, heads + 3] = _LOG_AGE[age_NE]
-        x_NFE[:, heads + 4] = age_NE == 0
-        x_NFE[:, heads + 5] = self._uses_RE[span, :-1] == 0
-        return x_NFE
-
-    def _learn(self, x_NFE: Numbers, used_NE: npt.NDArray[np.bool_]) -> None:
-        odds_NE = self._weight_F.astype(np.float32) @ x_NFE
-        chance_NE = 1 / (1 + np.exp(-np.clip(odds_NE, -30, 30)))
-        x_FM = x_NFE.transpose(1, 0, 2).reshape(FEATURES, -1)
-        self._precision_FF += (x_FM * (chance_NE * (1 - chance_NE)).ravel()) @ x_FM.T
-        self._weight_F = self._weight_F + np.linalg.solve(self._precision_FF, x_FM @ (used_NE - chance_NE).ravel())
+        place, width = self._now - self._first, self._experts + 1
+        low = max(0, place - _MEMORY)
+        if place - low < len(_AFTER):
+            return np.ones_like(rate_NE)
+        past_TM = self._past_TRK[low:place, span].reshape(place - low, -1)
+        shared_T = self._shared_T[low:place]
+        shared_T *= 1 - len(rate_NE) / self._used.shape[1]
+        shared_T += used_R[past_TM].sum(axis=1)
+        like_T = np.exp(self._sharpness * (shared_T - shared_T.max()))[:-1]
+        after_T = np.convolve(like_T, _AFTER)[: len(like_T)]
+        found = np.bincount(past_TM[1:].ravel(), np.repeat(after_T, past_TM.shape[1]), len(used_R))
+        found_NE = found.reshape(-1, width)[span, :-1]
+        total = after_T.sum()
+        ratio_NE: Numbers = (found_NE / (rate_NE * self._share) + _ALIKE_PRIOR * total) / ((1 + _ALIKE_PRIOR) * total)
+        return ratio_NE
 
 
 _MAX_HORIZON = 8
 _PARTS = 8
-"""Number of parts of a pass after each of which the layers that ran in it are scored again, all at once."""
+"""Number of parts of a pass after each of which the layers that ran in it are scored, all at once."""
 _NEAREST = 64
 """Number of experts that are put in order at a time."""
 
@@ -998,8 +1011,8 @@ class NextUse(EvictionPolicy):
 
     The score is the log-odds of a use within the horizon (:class:`UsageModel`), reduced for layers that run later. The
     horizon is 1.5 times the number of tokens whose experts fit the cache, from 1 to 8 visits of a layer. The model
-    learns from the tokens of the prompt on. Eight times per pass, all layers that ran since are scored at once; until
-    then the experts that they used are evicted last. A pass takes O(R E F^2), and memory is constant.
+    learns from the tokens of the prompt on, once per pass. Eight times per pass, all layers that ran since are scored
+    at once; until then the experts that they used are evicted last. A pass takes O(R E F^2), and memory is constant.
     """
 
     name = "next_use"
@@ -1012,35 +1025,38 @@ class NextUse(EvictionPolicy):
         horizon = min(_MAX_HORIZON, max(1, round(1.5 * tokens)))
         self._model = UsageModel(layers=layers, experts=shape.experts, top_k=shape.top_k, horizon=horizon, prior=_PRIOR)
         self._rows: dict[int, int] = {}
-        """Number of each layer among those that share the slots."""
-        self._layers: list[int] = []
+        """Number of each layer among those that share the slots: in their order, or as they come if only some do."""
+        self._key_RE = np.zeros((layers, shape.experts), dtype=np.int64)
         self._held_RE = np.zeros((layers, shape.experts), dtype=bool)
-        self._score_RE = np.zeros((layers, shape.experts))
+        self._score_RE = np.zeros((layers, shape.experts), dtype=np.float32)
         self._waiting: dict[int, list[Sequence[int]]] = {}
         """Visits of layers that are not scored yet, by row."""
+        self._visits = 0
+        """Largest number of visits of a layer in the running pass."""
         self._unscored: set[int] = set()
         """Experts that these visits used, which are evicted last."""
-        self._part = -(-layers // _PARTS)
         self._order: deque[int] = deque()
         """Keys in the order of eviction as of the last scores; some may have lost their slots."""
-        self._prompt_layer = -1
-        """Layer whose prompt `see_routing` has learned from token by token."""
         self._pass = 0
+        for layer in range(shape.layers if layers == shape.layers else 0):
+            self._row(layer)
 
     def start_pass(self, fresh: bool) -> None:
+        self._visit()
+        if self._visits == 1:
+            self._model.learn(slice(len(self._rows)))
+        self._model.end_pass(self._visits)
+        self._visits = 0
         self._pass += 1
 
     def see_routing(self, layer: int, experts: Sequence[Sequence[int]]) -> None:
-        self._prompt_layer = layer
-        self._waiting.setdefault(self._row(layer), []).extend(experts)
+        self._waiting[self._row(layer)] = [*experts]
 
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        if keys and self._prompt_layer != layer:
-            experts = [key - layer * self.shape.experts for key in keys]
-            self._waiting.setdefault(self._row(layer), []).append(experts)
-        self._prompt_layer = -1
+        if keys:  # those of a prompt wait already, token by token
+            self._waiting.setdefault(self._row(layer), [[key - layer * self.shape.experts for key in keys]])
         self._unscored.update(keys)
-        if len(self._waiting) >= self._part:
+        if len(self._waiting) * _PARTS >= len(self._held_RE):
             self._visit()
 
     def insert(self, key: int, full: bool = True) -> None:
@@ -1059,54 +1075,53 @@ class NextUse(EvictionPolicy):
         self._order.clear()
 
     def victim(self, protected: Container[int]) -> int | None:
-        found = self._first(protected)
-        for count in (_NEAREST, self._held_RE.size):
-            if found is None:
+        for count in (0, _NEAREST, self._held_RE.size):
+            if count:
                 self._sort(count)
-                found = self._first(protected)
-        if found is None:
-            self._unscored.clear()
-            found = self._first(protected)
-        return found
+            if (found := self._first(protected)) is not None:
+                return found
+        self._unscored.clear()
+        return self._first(protected)
 
     def _first(self, protected: Container[int]) -> int | None:
         """Return the first key in the order that is resident and not protected; drop those before it without a slot."""
         order, held_RE, experts = self._order, self._held_RE, self.shape.experts
         while order and not held_RE[self._rows[order[0] // experts], order[0] % experts]:
             order.popleft()
-        for key in order:
-            if (
-                key not in protected
-                and key not in self._unscored
-                and held_RE[self._rows[key // experts], key % experts]
-            ):
-                return key
-        return None
+        free = (key for key in order if key not in protected and key not in self._unscored)
+        return next((key for key in free if held_RE[self._rows[key // experts], key % experts]), None)
 
     def _sort(self, count: int) -> None:
         """Put the residents of the lowest scores in order, `count` of them or all."""
-        score = np.where(self._held_RE, self._score_RE, np.inf).ravel()
-        count = min(count, int(self._held_RE.sum()))
-        if count == 0:
-            return
-        lowest = np.argpartition(score, count - 1)[:count]
-        lowest = lowest[np.argsort(score[lowest], kind="stable")]
-        row, expert = np.divmod(lowest, self.shape.experts)
-        self._order = deque((np.array(self._layers)[row] * self.shape.experts + expert).tolist())
+        held = np.flatnonzero(self._held_RE)
+        score = self._score_RE.ravel()[held]
+        if count < len(held):
+            lowest = np.argpartition(score, count - 1)[:count]
+            held, score = held[lowest], score[lowest]
+        self._order = deque(self._key_RE.ravel()[held[np.argsort(score, kind="stable")]].tolist())
 
     def _row(self, layer: int) -> int:
         if layer not in self._rows:
-            self._rows[layer] = len(self._layers)
-            self._layers.append(layer)
+            self._key_RE[len(self._rows)] = layer * self.shape.experts + np.arange(self.shape.experts)
+            self._rows[layer] = len(self._rows)
         return self._rows[layer]
 
     def _visit(self) -> None:
-        """Learn from the visits that wait, and score their layers."""
-        for number in range(max(map(len, self._waiting.values()))):
-            rows = sorted(row for row, visits in self._waiting.items() if number < len(visits))
-            odds_NE = self._model.visit(rows, [self._waiting[row][number] for row in rows])
-            due_N1 = self._pass + np.array(rows)[:, None] / len(self._held_RE)
-            self._score_RE[rows] = odds_NE - _LEAD * due_N1
+        """Note the visits that wait, and score their layers. Learn from the tokens of a prompt one by one.
+
+        A layer with fewer visits than others, as the last one may run for the last token only, has the last ones.
+        """
+        longest = max(map(len, self._waiting.values()), default=0)
+        visits = self._visits = max(self._visits, longest)
+        for number in range(visits - longest, visits):
+            rows = sorted(row for row, waiting in self._waiting.items() if number + len(waiting) >= visits)
+            for _, run in itertools.groupby(enumerate(rows), lambda placed: placed[1] - placed[0]):
+                own = [row for _, row in run]
+                span = slice(own[0], own[-1] + 1)
+                odds_NE = self._model.visit(own[0], [self._waiting[row][number - visits] for row in own], number)
+                if visits > 1:
+                    self._model.learn(span, number)
+                self._score_RE[span] = odds_NE - _LEAD * (self._pass + np.array(own)[:, None] / len(self._held_RE))
         self._waiting.clear()
         self._unscored.clear()
         self._order.clear()

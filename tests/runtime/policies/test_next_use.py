@@ -89,52 +89,79 @@ def test_what_it_keeps_does_not_grow() -> None:
 
 def _features(model: UsageModel, layer: int) -> np.ndarray:
     """The features of a layer's experts before its next visit [F, E]."""
-    return model._x[model._visits_R[layer] % len(model._x), layer]
+    return model._x[model._now % len(model._x), :, layer]
 
 
-def test_features_by_a_loop() -> None:
-    """Averages, share, what followed and age, from the list of each layer's visits; one layer misses some visits."""
-    choose = random.Random(6)
-    model = UsageModel(layers=3, experts=5, top_k=2, horizon=3, prior=3.0)
-    visits: dict[int, list[list[int]]] = {0: [], 1: [], 2: []}
-    for number in range(30):
-        layers = [0, 1, 2] if number % 3 else [0, 2]
-        found = [choose.sample(range(5), choose.randint(1, 3)) for _ in layers]
-        model.visit(layers, found)
-        for layer, experts in zip(layers, found, strict=True):
-            visits[layer].append(experts)
+def _visits(choose: random.Random, number: int, layers: int, experts: int) -> list[list[list[int]]]:
+    """Visits of all layers with 1 to 3 experts each."""
+    return [[choose.sample(range(experts), choose.randint(1, 3)) for _ in range(layers)] for _ in range(number)]
+
+
+@pytest.mark.parametrize("number", [2, 3, 30, 600])
+def test_features_by_a_loop(number: int) -> None:
+    """Averages, what followed these experts and alike visits, from the list of visits; 600 exceed the memory."""
+    model = UsageModel(layers=3, experts=5, top_k=3, horizon=3, prior=3.0)
+    visits = _visits(random.Random(6), number, 3, 5)
+    for found in visits:
+        model.visit(0, found[:2])
+        model.visit(2, found[2:])
+        model.end_pass(1)
+    likes = [_likes(visits, part) for part in ((0, 1), (2,))]
     for layer, expert in itertools.product(range(3), range(5)):
-        x_F, own = _features(model, layer)[:, expert], visits[layer]
+        x_F, own = _features(model, layer)[:, expert], [found[layer] for found in visits]
         used = [expert in experts for experts in own]
-        now, share = len(own), 2 / 5
+        now, share = len(own), 3 / 5
         assert x_F[0] == 1
         for place, half in enumerate(HALF_LIVES, start=1):
             weights = [0.5 ** ((now - 1 - time) / half) for time in range(now)]
             mean = (sum(w for w, u in zip(weights, used, strict=True) if u) + share) / (sum(weights) + 1)
-            assert x_F[place] == pytest.approx(np.log(mean / share), rel=1e-4, abs=1e-5)
-        rate = (sum(used) + share) / (now + 1)
-        assert x_F[-5] == pytest.approx(np.log(rate / share), rel=1e-4, abs=1e-5)
-        shares = []
+            assert x_F[place] == pytest.approx(np.log(mean / share), rel=1e-3, abs=1e-4)
+        rate = mean / share
+        ratios = [1.0] * (3 - len(own[-1]))
         for before in own[-1]:
             times = sum(before in experts for experts in own[:-1])
             then = sum(before in one and expert in other for one, other in itertools.pairwise(own))
-            shares.append((then / rate + 4) / (times + 4))
-        assert x_F[-4] == pytest.approx(np.log(np.mean(shares)), rel=1e-4, abs=1e-5)
-        age = used[::-1].index(True)
-        assert x_F[-3:] == pytest.approx([np.log1p(age) - 2, float(age == 0), 0])
+            ratios.append((then / (rate * share) + 4) / (times + 4))
+        assert x_F[-3] == pytest.approx(np.log(np.mean(ratios)), rel=1e-3, abs=1e-4)
+        after = {
+            time: sum(0.8 ** (lag - 1) * likes[layer // 2].get(time - lag, 0.0) for lag in range(1, 5))
+            for time in range(max(0, now - 256), now - 1)
+        }
+        found = sum(weight * used[time] for time, weight in after.items()) / (rate * share) / sum(after.values() or [1])
+        alike = np.log((found + 0.1) / 1.1) if now > 3 else 0
+        assert x_F[-2] == pytest.approx(alike, rel=1e-2, abs=1e-3)
+        assert x_F[-1] == (not any(used))
+
+
+def _likes(visits: list[list[list[int]]], part: tuple[int, ...]) -> dict[int, float]:
+    """Weight of each visit before the last but one as seen from the last, after some of its layers ran."""
+    last, shared = len(visits) - 1, dict[int, float]()
+    for now, found in enumerate(visits):
+        shared = {time: shared.get(time - 1, 0.0) for time in range(max(-1, now - 256), now)}
+        for layers in ((0, 1), (2,)):
+            for time in shared:
+                past = visits[time] if time >= 0 else [[]] * 3
+                both = sum(len({*found[layer]} & {*past[layer]}) for layer in layers)
+                shared[time] = shared[time] * (1 - len(layers) / 3) + both
+            if now == last and layers == part:
+                return {time: np.exp(2 / 3 * (value - max(shared.values()))) for time, value in shared.items()}
+    raise AssertionError
 
 
 def test_weights_are_those_of_the_newton_steps() -> None:
-    """One step for all layers of a visit, on features from before it; the future has no influence."""
-    choose = random.Random(7)
-    visits = [[choose.sample(range(6), 2) for _ in range(2)] for _ in range(12)]
+    """One step per pass for all its layers, on features from before it; the future has no influence."""
+    visits = [[experts[:2] for experts in found] for found in _visits(random.Random(7), 12, 2, 6)]
     model = UsageModel(layers=2, experts=6, top_k=2, horizon=2, prior=3.0)
     count = len(_features(model, 0))
     weights, precision, before = np.zeros(count), np.eye(count) * 3.0, []
     weights[:2] = np.log(0.5), 1.0
     for number, experts in enumerate(visits):
         before.append([_features(model, layer).astype(float) for layer in range(2)])
-        odds_LE = model.visit([0, 1], experts)
+        odds_LE = model.visit(0, experts)
+        model.learn(slice(2))
+        model.end_pass(1)
+        for layer in range(2):
+            assert odds_LE[layer] == pytest.approx(weights @ _features(model, layer), rel=1e-3, abs=1e-4)
         if number >= 1:
             gradient = np.zeros(count)
             for layer, expert in itertools.product(range(2), range(6)):
@@ -143,15 +170,46 @@ def test_weights_are_those_of_the_newton_steps() -> None:
                 precision = precision + chance * (1 - chance) * np.outer(x_F, x_F)
                 gradient += x_F * ((expert in visits[number - 1][layer] or expert in experts[layer]) - chance)
             weights = weights + np.linalg.inv(precision) @ gradient
-        for layer in range(2):
-            assert odds_LE[layer] == pytest.approx(weights @ _features(model, layer), rel=1e-3, abs=1e-4)
 
 
-def test_an_expert_that_was_never_used_is_marked() -> None:
-    model = UsageModel(layers=1, experts=5, top_k=2, horizon=2, prior=3.0)
-    assert _features(model, 0)[-1].tolist() == [1, 1, 1, 1, 1]
-    model.visit([0], [[0, 3]])
-    assert _features(model, 0)[-1].tolist() == [0, 1, 1, 0, 1]
+def test_a_step_of_several_sequences_and_a_layer_without_experts() -> None:
+    """More experts than one token has, or none: all are counted as used, and every feature is finite."""
+    model = UsageModel(layers=2, experts=6, top_k=2, horizon=2, prior=3.0)
+    for _ in range(9):
+        odds_LE = model.visit(0, [[5, 0, 1, 2, 3], []])
+        model.learn(slice(2))
+        model.end_pass(1)
+    assert np.isfinite(odds_LE).all()
+    assert min(odds_LE[0, [0, 1, 2, 3, 5]]) > max(odds_LE[1].max(), odds_LE[0, 4])
+
+
+def test_a_layer_that_runs_for_the_last_token_of_a_prompt_only() -> None:
+    """Its only visit is the last one of the pass, beside the last ones of the other layers."""
+    policy = EVICTION.choose("next_use").make(CacheShape(layers=3, experts=4, top_k=1, slots=3))
+    assert isinstance(policy, NextUse)
+    policy.start_pass(True)
+    for layer, rows in enumerate(([[0], [1], [2]], [[1], [2], [3]], [[3]])):
+        policy.see_routing(layer, rows)
+        policy.start_layer(layer, [4 * layer + expert for (expert,) in rows])
+    policy.start_pass(False)
+    assert policy._model._now == 3
+    assert policy._model._past_TRK[1:4, :, 0].tolist() == [[0, 6, 14], [1, 7, 14], [2, 8, 13]]
+
+
+def test_layers_have_their_own_numbers_whichever_is_filled_first() -> None:
+    policy = EVICTION.choose("next_use").make(CacheShape(layers=4, experts=2, top_k=1, slots=4))
+    part = EVICTION.choose("next_use").make(CacheShape(layers=4, experts=2, top_k=1, slots=2, sharing=2))
+    for one, layers in ((policy, (3, 0, 2, 1)), (part, (3, 1))):
+        for layer in layers:
+            one.insert(2 * layer)
+        for _ in range(3):
+            one.start_pass(False)
+            for layer in sorted(layers):
+                one.start_layer(layer, [2 * layer])
+        order: list[int] = []
+        while (key := one.victim({*order})) is not None:
+            order.append(key)
+        assert sorted(order) == sorted(2 * layer for layer in layers)
 
 
 def test_experts_of_layers_that_are_not_scored_yet_stay() -> None:
