@@ -1,12 +1,12 @@
-"""Python time of the runtime per MoE layer and token: policies, cache and ordering, without launches.
+"""Python time of the runtime per MoE layer and token: policies, cache, CUDA link and readbacks, without launches.
 
     python -m benchmarks overhead
 
 The real engine runs decode steps of six layers and of 48, with the routing recorded from the first six layers of
 Qwen3-30B-A3B (`benchmarks/routing`), once or eight times so that layers miss equally often, with slots for a twelfth of
-the experts, and forecasts that are right nine times in ten. Everything it would launch is replaced: copies arrive at
-once and move nothing, experts return their input, forecasts come from a list. Times are processor times of the only
-thread.
+the experts, and forecasts that are right nine times in ten. Everything it would launch is replaced: streams, events and
+copies of the CUDA link do nothing, experts return their input, forecasts come from a list. Times are processor times of
+the only thread.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import product
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -30,31 +31,28 @@ from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.links.base import Link
+from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.recording.recorder import RunStatistics
-from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.storage.transfer import Transfer
 
 SHAPE, LAYERS, SLOTS = "qwen3-30b-a3b", (6, 48), 12
 """The model, numbers of layers, and experts for each slot."""
+CONDITIONS = f"Recorded routing of {SHAPE}, slots for 1 of {SLOTS} experts; CUDA's calls and kernels do nothing."
+KEYS = ("run", "layers", "repetition", "seconds_per_layer", "not_resident")
 
 
-class NoLink(Link):
-    """Link whose copies arrive at once and move nothing."""
-
-    name = "none"
-
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
-        return Transfer(key, slot, urgent, done=True)
-
-    def start(self, copy: Transfer) -> None:
-        del copy
-
-    def wait(self, copy: Transfer) -> None:
-        del copy
+def null_device() -> CudaDevice:
+    """Return a device whose work is over at once and moves nothing."""
+    device = CudaDevice(torch.device("cpu"))
+    stream = SimpleNamespace(query=lambda: True, elapsed_time=lambda _: 0.0)
+    stream.wait_event = stream.wait_stream = lambda _: None
+    device.new_stream = device.current_stream = lambda: stream  # type: ignore[method-assign]
+    device.__dict__.update(record=lambda own, timing=False: own, to_device=lambda *_: None)
+    device.__dict__.update(to_host=lambda source: source, send=lambda values, _stream: values)
+    return device
 
 
 class NoKernel(SlotKernel):
@@ -87,29 +85,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     tables = recorded(SHAPE, prompt=1, new_tokens=args.tokens, accuracy=0.9)
     runs: list[Json] = file.values["runs"]
-    known = [(each["run"], each["layers"], each["repetition"]) for each in runs]
+    known = [tuple(each[key] for key in KEYS[:3]) for each in runs]
     for number, name, layers in product(range(args.repetitions), ("on_demand", "prefetch"), LAYERS):
         if (name, layers, number) not in known:
-            per_layer, copied = run(tables, layers, forecasts=name == "prefetch")
-            here: Json = {"run": name, "layers": layers, "repetition": number}
-            runs.append({**here, "seconds_per_layer": per_layer, "not_resident": copied})
+            found = run(tables, layers, forecasts=name == "prefetch")
+            runs.append(dict(zip(KEYS, (name, layers, number, *found), strict=True)))
             file.write()
     rows = []
     for name, layers in dict.fromkeys((each["run"], each["layers"]) for each in runs):
         own = [each for each in runs if (each["run"], each["layers"]) == (name, layers)]
-        spent = spread(each["seconds_per_layer"] for each in own)
-        rows.append([name, str(layers), shown(spent, 1e6), f"{own[0]['not_resident']:.2f}"])
-    text = f"Recorded routing of {SHAPE}, slots for 1 of {SLOTS} experts; link and kernels do nothing.\n\n"
-    text += markdown(["run", "layers", "us per layer and token", "requested experts copied"], rows)
-    file.publish("Python's own work per layer", text)
+        spent, copied = spread(each["seconds_per_layer"] for each in own), own[0]["not_resident"]
+        rows.append([name, str(layers), shown(spent, 1e6), f"{copied:.2f}"])
+    table = markdown(["run", "layers", "us per layer and token", "requested experts copied"], rows)
+    file.publish("Python's own work per layer", f"{CONDITIONS}\n\n{table}")
     return 0
 
 
 def run(tables: RoutingTables, cut: int, *, forecasts: bool) -> tuple[float, float]:
     """Return (seconds per layer and token, copies per request) of `cut` layers, without the first steps, which fill the
     slots."""
-    engine, layers, speculator, stats = build(cut, forecasts)
-    read = torch.arange(cut) % LAYERS[0]
+    (engine, layers, speculator, stats), read = build(cut, forecasts), torch.arange(cut) % LAYERS[0]
     hidden_TD = torch.zeros(1, layers.shape.hidden)
     logits_TE = torch.zeros(1, layers.shape.experts)
     steps = [[RouterCall(
@@ -134,9 +129,11 @@ def build(layers: int, forecasts: bool) -> tuple[Engine, MoEView, ListedForecast
     """Build the engine with a link and kernels that do nothing."""
     model = tiny_model(SHAPE, layers)
     view = find_moe_layers(model)
-    store, slots = ExpertStore(view), len(view) * view.shape.experts // SLOTS
+    store, slots, link = ExpertStore(view), len(view) * view.shape.experts // SLOTS, CudaLink()
     pool = SlotPool(store.layout, slots, torch.device("cpu"))
-    link = NoLink()
+    for layer in range(store.layers):
+        store.open(layer)
+    link.driver = null_device()
     link.attach(store, pool)
     speculator = ListedForecasts(view, NextNorm(PredictorConfig(), view.shape).bind(view) if forecasts else None)
     shape = CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=slots)

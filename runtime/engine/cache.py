@@ -144,6 +144,7 @@ class ExpertCache:
         self.stats = stats
         """Counters; callers may replace the object between two forwards."""
         self.observer = link.observer
+        self._clock = link.clock if link.driver is None else link.driver.clock
         self.waited_s = 0.0
         """Seconds that the model's thread has waited for copies, and for experts that the host computes."""
         self.paced = False
@@ -284,7 +285,8 @@ class ExpertCache:
         count.collisions += len(self._evicted.intersection(moved))
         count.prefetched_used += len(first_used)
         for key in self.link.in_order(missing) if missing else ():
-            self._make_room(layer)
+            if not self._finds_room(layer, window=True):
+                self._make_room(layer)
             self._load(key, True, FULL if precision is None else precision.get(key, FULL))
         return len(missing), len(first_used)
 
@@ -306,7 +308,9 @@ class ExpertCache:
         self._forecast_keys.update(held)
         policy.touch(held)
         self._forecasts.setdefault(layer, []).extend(keys)
-        for key in [key for key in keys if key not in slots]:
+        for key in keys:
+            if key in slots:
+                continue
             if not self._finds_room(layer):
                 return
             self._forecast_keys.add(key)
@@ -326,11 +330,11 @@ class ExpertCache:
     def _finds_room(self, layer: int, *, window: bool = False) -> bool:
         """Return whether a slot is free, if need be by evicting an unprotected expert, or with `window` one of the
         window's later layers, the last layer of the group first."""
-        if self.free(layer):
+        groups = self._group_of
+        if self._held[groups[layer]] < self._shares[groups[layer]]:
             return True
-        victim = self._victim(layer, self._prefetch_protected)
+        victim = self.eviction.victim(layer, self._prefetch_protected, self._slots)
         if victim is None and window:
-            groups = self._group_of
             later = (each for each in range(len(groups) - 1, layer, -1) if groups[each] == groups[layer])
             victim = self.window.victim(later, self._slots, self._demand_protected)
         if victim is None:
@@ -380,7 +384,7 @@ class ExpertCache:
 
     def wait(self, keys: Sequence[int]) -> None:
         """Make compute wait for requested experts of one layer, and mark their slots as in use."""
-        start = self.link.clock()
+        start = self._clock()
         copies, just_used, in_time = self.copies, self._first_used, 0
         if just_used:  # polled before the first wait, since more copies arrive during it
             for key in keys:
@@ -388,7 +392,7 @@ class ExpertCache:
                     just_used.remove(key)
                     copy = copies.get(key)
                     in_time += copy is None or self.link.poll(copy)
-        for key in keys:
+        for key in reversed(keys) if copies else ():  # most links end the copies of the last ones last
             copy = copies.get(key)
             if copy is not None:
                 self._wait_for(key, copy)
@@ -397,7 +401,7 @@ class ExpertCache:
         self._policies[layer].use(keys)
         self.pool.mark(keys, SlotState.IN_USE)
         self.stats.layers[layer].prefetched_in_time += in_time
-        self.count_wait(layer, self.link.clock() - start)
+        self.count_wait(layer, self._clock() - start)
 
     def release(self, keys: Sequence[int]) -> None:
         """End the use of experts, once compute that reads their slots has been launched."""
@@ -432,9 +436,7 @@ class ExpertCache:
                 self._free_slot(key)
 
     def _make_room(self, layer: int) -> None:
-        """Make a slot free for an expert of the running layer, in the order of the module's docstring."""
-        if self._finds_room(layer, window=True):
-            return
+        """Make a slot free for an expert of the running layer where only protected ones could be evicted."""
         group = self._group_of[layer]
         for key in reversed(list(self.copies)):
             own = self._group_of[key // self.experts] == group
@@ -481,7 +483,7 @@ class ExpertCache:
     ) -> None:
         """Submit a copy into a free slot; `urgent`: for the running layer, otherwise a prefetch, or `streamed`, or with
         `forecast=False` neither."""
-        layer = key // self.experts
+        link, layer = self.link, key // self.experts
         slot = self.pool.take(key, self._region_of[layer])
         self._held[self._group_of[layer]] += 1
         full = precision == FULL
@@ -489,12 +491,12 @@ class ExpertCache:
         try:
             if not full:
                 self._packed[key] = precision
-            nbytes = self.link.copy_bytes(key, precision)
-            self.copies[key] = self.link.submit(key, slot, urgent=urgent, precision=precision)
+            nbytes = link.copy_bytes(key, precision)
+            self.copies[key] = link.submit(key, slot, urgent=urgent, precision=precision)
         except BaseException:
             self._free_slot(key)
             raise
-        if blocked_s := self.link.blocked_s:  # the link read or copied within `submit`
+        if blocked_s := link.blocked_s:  # the link read or copied within `submit`
             self.count_wait(layer, blocked_s)
         count = self.stats.layers[layer]
         count.bytes_moved += nbytes

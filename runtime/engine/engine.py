@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,7 +34,7 @@ from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.driver import Readback
+from expertcast.runtime.links.driver import Pending, Readback
 from expertcast.runtime.policies.eviction import MOST, PROMPT_ROWS
 from expertcast.runtime.policies.miss import Lookup, MissDecision
 from expertcast.runtime.policies.prefetch import Candidates, NoPrefetch, by_rank
@@ -192,7 +193,7 @@ class LayerFlow:
         """Return the values of some tensors; on CUDA after all launched work, while the link goes on."""
         if self._readback is None:
             return [tensor.tolist() for tensor in tensors]
-        return [pending.tolist() for pending in [self._readback.start(tensor) for tensor in tensors]]
+        return [*map(Pending.tolist, [*map(self._readback.start, tensors)])]
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the host, as :meth:`read` returns its values."""
@@ -536,7 +537,7 @@ class Engine:
         self.flow = LayerFlow(residency, policies, shape, view=speculator.view, rungs=rungs)
         self._last = shape.layers - 1
         self._known: dict[int, list[int]] = {}
-        """Ids (flat) of forecasts by target layer, where the host has them."""
+        """Ids (flat) of forecasts to execute, by target layer, where the host has them."""
         self._plan: Plan | None = None
         if policies.prefetch.first is not None and not policies.evicts_by_forecasts:
             speculator.hint_only(policies.prefetch.first)
@@ -652,7 +653,7 @@ class Engine:
                 torch.tensor(decision.ids, dtype=ids_TK.dtype, device=ids_TK.device),
                 torch.tensor(decision.weights, dtype=weights_TK.dtype, device=weights_TK.device),
             )
-        return executed, [expert for row in decision.ids for expert in row], decision.precision
+        return executed, list(chain.from_iterable(decision.ids)), decision.precision
 
     def _forecast(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> None:
         """Make the forecast that is due at a layer.
@@ -674,14 +675,12 @@ class Engine:
         forecast = speculator.forecast(call, rung) if ids_TN is None else None
         self._enter("policy", call.layer)
         if ids_TN is not None:
-            (rows,) = self.flow.read(ids_TN)
-            if rung == own:
-                self._known[target] = [expert for row in rows for expert in row[: call.ids_TK.shape[1]]]
+            (rows,) = flow.read(ids_TN)
             flow.prefetch(target, by_rank(rows))
         elif forecast is not None:
             ids, weights = flow.read(forecast.topk_ids_TK, forecast.topk_weights_TK)
-            if rung == own:
-                self._known[target] = [expert for row in ids for expert in row]
+            if target in speculator.layers:
+                self._known[target] = list(chain.from_iterable(ids))
             flow.hint(forecast, ids, weights)
         else:
             return
@@ -740,7 +739,7 @@ class Engine:
             pairs = None
             if ids is None:
                 (rows,) = self.flow.read(ids_TK)
-                ids = [expert for row in rows for expert in row]
+                ids = list(chain.from_iterable(rows))
             distinct = [first + expert for expert in dict.fromkeys(ids)]
         else:
             ids_P = ids_TK.reshape(-1).long()
@@ -809,8 +808,10 @@ class Engine:
     def _run_whole(self, layer: MoELayer, plan: Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         (keys,) = plan.chunks
         assert plan.sent is not None
-        self._wait(layer.index, keys)
-        sent = plan.sent.take()
+        self._enter("wait", layer.index)
+        sent = plan.sent.take()  # on CUDA the wait for it is one for all copies before it
+        self.residency.wait(keys)
+        self._enter("compute", layer.index)
         slots_TK = sent[ids_TK] if plan.slots is None else sent.view_as(ids_TK)
         start = perf_counter()
         output_TD = self.kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK, plan.slots)
@@ -823,9 +824,9 @@ class Engine:
     def _late(self, layer: MoELayer, plan: Plan) -> list[int]:
         """Return the pairs of one token whose experts are still being read, if packed experts can run without them."""
         copies, ids, first = self.residency.copies, plan.ids, layer.index * self._experts
-        if not copies or plan.slots is None or ids is None or len(plan.ids_TK) > 1 or self.flow.host is not None:
+        if self.residency.link.driver is not None or not copies or plan.slots is None or ids is None:
             return []
-        if plan.ids_TK.device.type != "cpu" or not is_packed(layer.experts):
+        if len(plan.ids_TK) > 1 or self.flow.host is not None or not is_packed(layer.experts):
             return []
         found = [(pair, copies.get(first + expert)) for pair, expert in enumerate(ids)]
         late = [pair for pair, copy in found if copy is not None and not self.residency.link.poll(copy)]
@@ -910,8 +911,9 @@ class Engine:
         return combine(output_PD, weights_TK, hidden_TD.dtype)
 
     def _check_untouched(self, layer: MoELayer) -> None:
+        parameters = layer.experts._parameters
         for name, pointer in self._pointers[layer.index].items():
-            if layer.experts._parameters[name].data_ptr() != pointer:  # type: ignore[union-attr]
+            if parameters[name].data_ptr() != pointer:  # type: ignore[union-attr]
                 raise ExpertcastError(
                     f"{layer.experts_name}.{name} was changed or moved while the model is offloaded: close the offload "
                     "first, then move or change the model"

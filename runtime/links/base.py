@@ -274,7 +274,7 @@ class Link(ABC):
         return True
 
     def _run(self, copy: Transfer) -> None:
-        copy.begin()
+        copy.started = True
         try:
             self.start(copy)
         except Exception as error:  # raised in the thread that waits

@@ -18,8 +18,10 @@ slot.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -64,32 +66,44 @@ class CudaLink(Link):
         self._window_given = window
         self._issued: deque[Transfer] = deque()
         """Copies in flight, in their order on the stream."""
+        self._marks = self._marks_waited = 0
+        """Number of calls of :meth:`mark_read`, and of the latest one that a copy waited for."""
+        self._number = self._waited = 0
+        """Numbers of the latest copy issued, slot numbers included, and of the latest one that compute waits for."""
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         super().attach(store, pool)
         assert self.driver is not None, "this link needs slots on a CUDA device"
         device = self._device = self.driver
         self._size = store.layout.block_bytes
+        self._whole = min(self._layer_nbytes) == self._size
+        """Whether every full expert fills its slot."""
         self.window = self._window_given or window_of(self._size)
         """Prefetches in flight below which another one is issued."""
         self._stream = device.new_stream()
         # The pool was zeroed on the current stream: no copy may run before that.
         self._last = device.current_stream()
         self._stream.wait_stream(self._last)
-        self._read: dict[int, torch.cuda.Event] = {}
-        """Event after the last kernels that read a slot, by slot."""
+        self._read: dict[int, tuple[int, torch.cuda.Event]] = {}
+        """By slot, the event after the last kernels that read it, with the number of their :meth:`mark_read`."""
 
     def send(self, values: Sequence[int]) -> Sent:
         device = self._device
-        sent = device.send(torch.tensor(values, dtype=torch.int64), self._stream)
-        arrived = device.record(self._stream)
-        return Sent(sent, lambda: device.current_stream().wait_event(arrived))
+        sent = device.send(torch.frombuffer(array("q", values), dtype=torch.int64), self._stream)
+        self._number += 1
+        return Sent(sent, partial(self._wait_event, device.record(self._stream), self._number))
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
-        if not (urgent and self.by_address and precision == FULL):
+        if not self.by_address or precision != FULL:
             return super().submit(key, slot, urgent=urgent, precision=precision)
         copy = Transfer(key, slot, urgent)
-        self._run(copy)  # no urgent copy waits in the queue
+        if not urgent:
+            self._collect()
+        if urgent or (not self._queue.heap and self._may_start(copy)):  # no urgent copy waits in the queue
+            self._run(copy)
+        else:
+            self._queue.submit(copy)
+            super()._pump()
         return copy
 
     def wait(self, copy: Transfer) -> None:
@@ -98,8 +112,14 @@ class CudaLink(Link):
             self.promote(copy)
         if copy.error is not None:
             raise copy.error
-        if not copy.done:
-            self._device.current_stream().wait_event(copy.arrived)
+        if not copy.done and copy.number > self._waited:
+            self._wait_event(copy.arrived, copy.number)
+
+    def _wait_event(self, event: torch.cuda.Event, number: int) -> None:
+        """Make the current stream wait for an event after the copy of this number, unless it waits for a later one."""
+        if number > self._waited:
+            self._device.current_stream().wait_event(event)
+            self._waited = number
 
     def poll(self, copy: Transfer) -> bool:
         self._pump()
@@ -112,8 +132,9 @@ class CudaLink(Link):
         self._pump()
 
     def mark_read(self, slots: list[int]) -> None:
-        event = self._device.record(self._device.current_stream())
-        self._read.update(dict.fromkeys(slots, event))
+        self._marks += 1
+        read = self._marks, self._device.record(self._device.current_stream())
+        self._read.update(dict.fromkeys(slots, read))
         self._pump()
 
     def synchronize(self) -> None:
@@ -132,31 +153,36 @@ class CudaLink(Link):
 
     def _pump(self) -> None:
         self._collect()
-        super()._pump()
+        if self._queue.heap:
+            super()._pump()
 
     def _may_start(self, copy: Transfer) -> bool:
-        return copy.urgent or sum(not other.urgent for other in self._issued) < self.window
+        issued, window = self._issued, self.window
+        return copy.urgent or len(issued) < window or sum(not other.urgent for other in issued) < window
 
     def start(self, copy: Transfer) -> None:
         """Queue the copy on the stream after all issued ones."""
+        device, stream, issued = self._device, self._stream, self._issued
         read = self._read.pop(copy.slot, None)
-        if read is not None:
-            self._stream.wait_event(read)
+        if read is not None and read[0] > self._marks_waited:  # compute reads in order
+            stream.wait_event(read[1])
+            self._marks_waited = read[0]
         # After another copy, its end event serves as this one's start: an extra event would take link time.
-        last = self._issued[-1].arrived if self._issued else None
-        copy.begun = self._record() if last is None or last.query() else last
-        source = self._source(copy)
-        self._device.to_device(self._pool.block(copy.slot)[: source.numel()], source, self._stream)
-        copy.arrived = self._record()
-        self._issued.append(copy)
-
-    def _record(self) -> torch.cuda.Event:
-        return self._device.record(self._stream, timing=True)
+        last = issued[-1].arrived if issued else None
+        copy.begun = device.record(stream, timing=True) if last is None or last.query() else last
+        source, target = self._source(copy), self._pool.block(copy.slot)
+        if not self._whole or copy.precision != FULL:
+            target = target[: source.numel()]
+        device.to_device(target, source, stream)
+        copy.arrived = device.record(stream, timing=True)
+        copy.number = self._number = self._number + 1
+        issued.append(copy)
 
     def _collect(self) -> None:
         """Complete the oldest issued copies that have arrived; one stream finishes in order."""
-        while self._issued and self._issued[0].arrived.query():
-            copy = self._issued.popleft()
+        issued = self._issued
+        while issued and issued[0].arrived.query():
+            copy = issued.popleft()
             # The clock's numbers have single precision: a short time is exact only between two events close together.
             start, seconds = 0.0, copy.begun.elapsed_time(copy.arrived) / 1e3
             try:

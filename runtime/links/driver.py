@@ -132,7 +132,9 @@ class Pending:
     def tolist(self) -> Any:
         """Return the values as `Tensor.tolist()` does, and block until they have arrived."""
         if self._values is None:
-            self._values = self.tensor().tolist()
+            if self._wait is not None:
+                self._wait()
+            self._values = self._host.tolist()
         return self._values
 
 

@@ -121,25 +121,31 @@ class ByRecency(EvictionPolicy):
 
     def insert(self, key: int, full: bool = True) -> None:
         self._clock += 1
-        self._access(key)
+        self._groups[self._group(key)][key] = self._clock
 
     def use(self, keys: Sequence[int]) -> None:
         self._clock += 1
+        groups, group_of = self._groups, self._group
         for key in keys:
-            self._access(key)
+            order = groups[group_of(key)]
+            order[key] = self._clock
+            order.move_to_end(key)
 
     def remove(self, key: int) -> None:
-        group = self._group(key)
-        del self._groups[group][key]
-        if not self._groups[group]:
+        order = self._groups[group := self._group(key)]
+        del order[key]
+        if not order:
             del self._groups[group]
 
     def clear(self) -> None:
         self._groups.clear()
 
     def victim(self, protected: Container[int]) -> int | None:
-        order = (key for group in sorted(self._groups) for key in self._groups[group])
-        return next((key for key in order if key not in protected), None)
+        for group in sorted(self._groups):
+            for key in self._groups[group]:
+                if key not in protected:
+                    return key
+        return None
 
     def _access(self, key: int) -> None:
         order = self._groups[self._group(key)]

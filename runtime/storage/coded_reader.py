@@ -267,7 +267,7 @@ class PartMemory:
 # The read of one coded expert.
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class CodedRead(Transfer):
     """Request that reads and decodes one expert into `target`."""
 

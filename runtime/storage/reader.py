@@ -68,7 +68,7 @@ def pieces_of(ranges: Iterable[Range]) -> list[Range]:
     return pieces
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Read(Transfer):
     """Request that fills `target` with the bytes of a file from `offset` on, or with several ranges of files."""
 
@@ -116,7 +116,7 @@ class Read(Transfer):
         )
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class ConvertedRead(Read):
     """Request that reads ranges into memory of its own, and converts them to `target` in the reader's thread."""
 

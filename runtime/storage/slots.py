@@ -104,9 +104,10 @@ class SlotPool:
 
     def block(self, slot: int) -> Tensor:
         """Return the memory of one slot, uint8 [bytes of its region's blocks]."""
-        if slot not in self._blocks:
-            self._blocks[slot] = self._buffer[self._starts[slot] : self._starts[slot + 1]]
-        return self._blocks[slot]
+        block = self._blocks.get(slot)
+        if block is None:
+            block = self._blocks[slot] = self._buffer[self._starts[slot] : self._starts[slot + 1]]
+        return block
 
     def expand(self, slot: int, packed: PackedExperts) -> None:
         """Expand the packed copy in a slot's first bytes to the full block, on the current stream."""

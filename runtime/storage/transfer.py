@@ -18,7 +18,7 @@ _ENDING = threading.Lock()
 """Guards `done` and `_awaited` of all transfers, so that a thread that begins to wait misses no end."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Transfer:
     """Copy of one expert into a slot, or of bytes of a file into memory.
 
@@ -27,6 +27,8 @@ class Transfer:
     final `error` and `end`. A thread that reads False polls again or calls :meth:`wait`, which checks `done` once more
     under `_ENDING`. Only if it is still False does the thread wait on a lock that :meth:`finish` releases. So no end
     is missed, and a transfer that no thread waits for allocates no lock.
+
+    Fields that are no arguments are the class's until they are set: a transfer is made for each expert that is missing.
     """
 
     key: int = -1
@@ -35,21 +37,23 @@ class Transfer:
     urgent: bool = False
     """Whether the running layer needs it; False: a forecast requested it."""
     precision: str = FULL
-    started: bool = False
-    """Whether it has begun, so that it can no longer be cancelled."""
-    done: bool = False
-    """Whether it has arrived, or failed with `error`."""
-    cancelled: bool = False
-    error: BaseException | None = None
-    start: float = 0.0
-    end: float = 0.0
-    """Clock times in seconds at which the copy began and ended."""
     then: Callable[[Any], None] | None = None
     """Called with this transfer when it is over, before waiting threads continue."""
-    begun: Any = None
-    arrived: Any = None
+    started: bool = field(default=False, init=False)
+    """Whether it has begun, so that it can no longer be cancelled."""
+    done: bool = field(default=False, init=False)
+    """Whether it has arrived, or failed with `error`."""
+    cancelled: bool = field(default=False, init=False)
+    error: BaseException | None = field(default=None, init=False)
+    start: float = field(default=0.0, init=False)
+    end: float = field(default=0.0, init=False)
+    """Clock times in seconds at which the copy began and ended."""
+    begun: Any = field(default=None, init=False)
+    arrived: Any = field(default=None, init=False)
     """CUDA events before and after its copy. `begun` is the previous copy's `arrived` if that still runs."""
-    _awaited: _thread.LockType | None = field(default=None, repr=False)
+    number: int = field(default=0, init=False)
+    """Its place among a CUDA link's copies."""
+    _awaited: _thread.LockType | None = field(default=None, init=False, repr=False)
     """Lock that waiting threads acquire; held until the transfer is over."""
 
     @property
@@ -111,7 +115,8 @@ class TransferQueue(Generic[T]):
         self.lock = threading.RLock()
         """Guards the queue and the state of its transfers; reentrant."""
         self.changed = threading.Condition(self.lock)
-        self._heap: list[tuple[bool, int, T]] = []
+        self.heap: list[tuple[bool, int, T]] = []
+        """Entries, first to last as a heap. Transfers that have begun or were cancelled stay until they come first."""
         self._order = itertools.count()
         self._closed = False
 
@@ -119,7 +124,7 @@ class TransferQueue(Generic[T]):
         """Queue a transfer behind those of the same urgency, or with `front` before them."""
         with self.lock:
             order = next(self._order)
-            heapq.heappush(self._heap, (not transfer.urgent, -order if front else order, transfer))
+            heapq.heappush(self.heap, (not transfer.urgent, -order if front else order, transfer))
             self.changed.notify_all()
 
     def promote(self, transfer: T) -> None:
@@ -147,11 +152,11 @@ class TransferQueue(Generic[T]):
 
     def first(self) -> T | None:
         """Return the next transfer, which stays in the queue while a part of it has not begun; None if empty."""
-        while self._heap:
-            later, _, transfer = self._heap[0]
+        while self.heap:
+            later, _, transfer = self.heap[0]
             if later != transfer.urgent and transfer.waiting:
                 return transfer
-            heapq.heappop(self._heap)  # begun or cancelled, or queued again as urgent
+            heapq.heappop(self.heap)  # begun or cancelled, or queued again as urgent
         return None
 
     def take(self) -> T | None:
@@ -167,7 +172,7 @@ class TransferQueue(Generic[T]):
     def clear(self) -> None:
         """Remove all transfers from the queue."""
         with self.lock:
-            self._heap.clear()
+            self.heap.clear()
 
     def close(self) -> None:
         """Empty the queue; from now on :meth:`take` returns None."""
