@@ -35,8 +35,8 @@ MEMORY_BANDWIDTH = 2.5e12
 KERNEL_S = 2e-6
 """Device: a small kernel, and the gap to the next. [FreeToken 338: 1.15 us; pytorch 191284: 2.0 us; gap: estimate]"""
 
-_POLICY_S, _FORECAST_S = 27e-6, 18e-6
-"""Python time of the runtime per layer: on demand, and additional time for prefetching. [measured:
+_POLICY_S, _FORECAST_S = 41e-6, 21e-6
+"""Python time of runtime and link per layer: on demand, and additional time for prefetching. [measured:
 overhead.json]
 """
 _FORECAST_LAUNCHES = 7
@@ -81,9 +81,9 @@ class StepCosts:
     attention_host_s: float = 428e-6
     """Attention, norms and router."""
     attention_device_s: float = 129e-6
-    policy_host_s: float = 27e-6
+    policy_host_s: float = 41e-6
     """The runtime's work per layer without driver calls: half before the misses are issued, half after the experts."""
-    forecast_host_s: float = 70.5e-6
+    forecast_host_s: float = 73.5e-6
     forecast_device_s: float = 61e-6
     experts_host_s: float = 75e-6
     """Expert matrix products and their surrounding operations."""
