@@ -110,8 +110,9 @@ class ForecastGovernor:
 
     A forecast saves waiting. It finds a share f of the M experts that a layer lacks, and their copies run while the
     model computes until that layer, for w seconds: it saves f x min(M x copy, w). It costs c seconds, less those that
-    the running layer waits for copies anyway. M, f, w and c are learned while the model runs. A layer gets a forecast
-    where the saving exceeds the cost.
+    the running layer waits for copies anyway, but not below 0. A wrong copy that is under way when the layer is reached
+    delays it by up to one copy. M, f, w and c are learned while the model runs. A layer gets a forecast where the
+    saving exceeds cost and delay.
 
     One rung makes all forecasts of a step. Each kind of step (one per rung, and one without forecasts) has a measured
     duration apart from waiting and a measured share of waiting in the time that copies of the missing experts take; so
@@ -160,13 +161,15 @@ class ForecastGovernor:
     def choose(self, target: int) -> int | None:
         """Return the rung that is to forecast a layer; None: no forecast is worth its time."""
         kind, known, reason = self._kind, self._missing.get(target), ""
-        missing_s = (1.0 if known is None else known.value) * self._link.copy_s
-        saved_s = kind.found.value * min(missing_s, self._pace.computing_s(target))
+        found, copy_s, computing_s = kind.found.value, self._link.copy_s, self._pace.computing_s(target)
+        missing_s = (1.0 if known is None else known.value) * copy_s
+        saved_s = found * min(missing_s, computing_s)
+        saved_s -= (1 - found) * min(copy_s, max(0.0, missing_s - computing_s))
         if kind is self._none:
             reason = "steps without forecasts are faster"
         elif not missing_s:
             reason = "nothing is missing"
-        elif kind is self._best and saved_s + self._pace.awaited_s() <= (kind.cost.value or 0.0):
+        elif kind is self._best and saved_s <= max(0.0, (kind.cost.value or 0.0) - self._pace.awaited_s()):
             reason = "it costs more than it saves"
         if reason:
             self._reasons[reason] += 1

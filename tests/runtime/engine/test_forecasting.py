@@ -144,6 +144,22 @@ def test_only_what_computing_hides_is_saved(one_rung: Steps) -> None:
     assert one_rung.chosen(3) is None
 
 
+def test_wrong_copies_delay_the_layer(one_rung: Steps) -> None:
+    """A forecast that finds little is not made while the layer waits, though its time is free there: the wrong copies
+    are under way when the next layer is reached."""
+    one_rung.know([0.2])
+    for _ in range(3):
+        one_rung.start()
+        one_rung.reach(4, 0.1)
+    for _ in range(40):
+        one_rung.flow.forecast(3, 0, 0.2)
+        one_rung.governor.requested(3, 2, 0)
+    one_rung.start()
+    one_rung.reach(2, 0.1)
+    one_rung.flow.begin(2, [20])
+    assert one_rung.chosen(3) is None
+
+
 def test_what_is_missing_is_counted_over_all_chunks(one_rung: Steps) -> None:
     """A layer needs four experts, one at a time: a forecast of 2 s saves 3.6 s."""
     one_rung.know([2.0])
