@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from expertcast.data import ggml
 from expertcast.data.machine import usable_processors
-from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import MoELayer, MoEView
 
 BLOCKS, INTERLEAVED = "_blocks", "_blocks8"
@@ -529,6 +529,26 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
         empty = torch.empty(count, form.nbytes, dtype=torch.uint8, device=matrix.device)
         experts.register_parameter(name + form.suffix, nn.Parameter(empty, requires_grad=False))
         experts.__dict__[name] = PackedMatrix(experts._parameters, name, form, transposed, matrix.dtype)
+
+
+def forms_noted(view: MoEView) -> list[Json]:
+    """Return the forms by layer for trace.json; :func:`forms_in` reads them."""
+    found = [{name: own.form for name, own in packed_matrices(layer.experts).items()} for layer in view]
+    return [
+        {
+            name: {"pieces": [each._asdict() for each in form.pieces], "inputs": form.inputs}
+            for name, form in own.items()
+        }
+        for own in found
+    ]
+
+
+def forms_in(notes: Sequence[Mapping[str, Json]]) -> list[Forms]:
+    """Return the forms by layer that :func:`forms_noted` describes."""
+    return [
+        {name: BlockForm(tuple(Piece(**each) for each in own["pieces"]), own["inputs"]) for name, own in note.items()}
+        for note in notes
+    ]
 
 
 def _run_named(experts: nn.Module, *args: Any) -> Tensor:

@@ -19,6 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from expertcast.checkpoints.provenance import fingerprints, provenance, without_folders
+from expertcast.data.packed_experts import forms_noted
 from expertcast.data.text import Document, token_ids
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.options import Validated
@@ -146,6 +147,7 @@ def account(view: MoEView, documents: Sequence[PlannedDocument], *, window: int,
         "model": without_folders(view.model_id),
         **fingerprints(view),
         "shape": view.shape.as_dict(),
+        "experts": forms_noted(view),
         "window": window,
         "seed": seed,
         **counted(documents),

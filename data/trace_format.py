@@ -64,7 +64,7 @@ DATASET_STATE_FILE = "state.json"
 DATASET_INFO_FILE = "dataset_info.json"
 FOR_DATASETS = (DATASET_INFO_FILE, DATASET_STATE_FILE)
 CARD = "README.md"
-FORMAT = "expertcast-traces-5"
+FORMAT = "expertcast-traces-6"
 TRAFFIC = "a server's traffic"
 """Value of `settings.text` for a server's traffic, in place of a text's digest."""
 
@@ -319,10 +319,24 @@ class _Splits(TypedDict):
 
 
 @with_config(CLOSED)
+class _Piece(TypedDict):
+    kind: str
+    outputs: _Count
+
+
+@with_config(CLOSED)
+class _Form(TypedDict):
+    """A packed matrix."""
+
+    pieces: list[_Piece]
+    inputs: _Count
+
+
+@with_config(CLOSED)
 class TraceInfo(TypedDict):
     """trace.json"""
 
-    format: Literal["expertcast-traces-5"]
+    format: Literal["expertcast-traces-6"]
     id: str
     complete: bool
     settings: _Settings
@@ -333,6 +347,8 @@ class TraceInfo(TypedDict):
     experts_fingerprint: NotRequired[str]
     """Missing if the experts were not available."""
     shape: ShapeValues
+    experts: list[dict[str, _Form]]
+    """Forms of packed matrices by layer and the parameter's name."""
     tokens: _Count
     window: _Count
     seed: int
@@ -403,6 +419,8 @@ def _contradiction(info: TraceInfo) -> str | None:
         return f"shape.K is {shape['K']}, more than the {shape['E']} experts"
     if columns != column_notes(columns_in(info)):
         return f"columns are not those of a model of {shape} with settings.early_rank {info['settings']['early_rank']}"
+    if len(info["experts"]) != shape["L"]:
+        return f"experts has {len(info['experts'])} layers, shape {shape['L']}"
     documents = info["documents"]
     if len({document["index"] for document in documents}) < len(documents):
         return "documents have a duplicate index"

@@ -82,6 +82,8 @@ def test_traces_and_training_of_packed_experts(quantised: str, tmp_path: Path) -
     assert scored["quality"]
     simulated = ran(tmp_path, f"simulate {traces} --miss drop --capacity 0.25 --tokens 50 {quality}")
     assert simulated["block_bytes"]["full"] == PACKED_BYTES
+    as_traced = ran(tmp_path, f"simulate {traces} --capacity 0.25 --tokens 50")
+    assert as_traced["block_bytes"]["full"] == PACKED_BYTES
     for experts, nbytes in (("int8", 4352 + 2304), ("int4", 2304 + 1280)):  # the traces' experts have no weights
         rounded = ran(tmp_path, f"simulate {traces} --experts {experts} --capacity 0.25 --tokens 50")
         assert rounded["block_bytes"]["full"] == nbytes

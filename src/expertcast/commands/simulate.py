@@ -29,7 +29,7 @@ from expertcast.commands.options import (
 from expertcast.commands.output import Outcome, folder, say, write_json
 from expertcast.commands.predictors import QualityOptions, check_shape, evaluated, policy_quality
 from expertcast.data.inspection import OpenModel
-from expertcast.data.packed_experts import Forms, make_packed
+from expertcast.data.packed_experts import Forms, forms_in, make_packed
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.routing_file import Ids, Routing, is_routing_file, read_routing
 from expertcast.data.traces import TraceDataset
@@ -237,18 +237,21 @@ class Options(QualityOptions):
         return Form("a simulation that measures no quality", read_by(Options, but=of_file | of_model))
 
 
-def _pack(options: Options, view: MoEView) -> None:
-    """Give the traces' experts, which have no weights, the shapes of --experts.
+def _pack(options: Options, traces: TraceDataset) -> None:
+    """Give the traces' experts, which have no weights, the shapes of --experts, by default those that they had.
 
     Raises:
-        ExpertcastError: experts that cannot be packed, or --experts packed or auto without --model.
+        ExpertcastError: experts that cannot be packed, or --experts packed without --model.
     """
     from expertcast.runtime.benchmarking.forms import checkpoint_forms
     from expertcast.runtime.config import EXPERTS_BITS
     from expertcast.runtime.loading import rounded_forms
 
     by_layer: Sequence[Forms]
-    if options.experts in (*EXPERTS_BITS, Options.experts):
+    view = traces.view
+    if options.experts == Options.experts:
+        by_layer = forms_in(traces.info["experts"])
+    elif options.experts in EXPERTS_BITS:
         by_layer = rounded_forms(options.experts, view)
     elif options.model is None:
         raise ExpertcastError(f"--experts {options.experts} needs the checkpoint of the traces: give --model")
@@ -277,7 +280,7 @@ def run(options: Options) -> Outcome:
     traces = TraceDataset.open(options.traces)
     if options.model:
         check_shape(options, options.model, traces.view)
-    _pack(options, traces.view)
+    _pack(options, traces)
     shape = traces.view.shape
     block = BlockLayout.of(traces.view).block_bytes
     words = list(dict.fromkeys(each.predictor for each in chosen if each.predictor is not None))
