@@ -145,7 +145,7 @@ class OffloadConfig:
     """Memory of the whole process on the device that computes: bytes, or text such as 8GB. Experts get what all else
     leaves (default: free memory, less a reserve)."""
     context: Annotated[int, Field(ge=1)] = 4096
-    """Longest sequence in tokens, for whose keys, values and activations memory is reserved."""
+    """Longest sequence in tokens, for which memory is reserved (default: 4096; in `generate` what it needs)."""
     cache: bool = True
     """Keep experts until their slot is needed; false frees a slot as soon as its layer has run, and takes slots for a
     token's experts at three layers by default."""

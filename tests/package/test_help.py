@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import runpy
 import subprocess
@@ -51,6 +52,15 @@ def test_the_frozen_command_line_is_that_of_the_registries(monkeypatch: pytest.M
     monkeypatch.setenv("COLUMNS", "80")
     made = runpy.run_path(str(FROZEN.resolve().parents[3] / "scripts" / "freeze_command_line.py"))["frozen"]()
     assert made == FROZEN.read_text(), "run python scripts/freeze_command_line.py"
+
+
+def test_an_option_shows_the_same_choices_in_every_command() -> None:
+    shown: dict[str, set[tuple[str, ...]]] = {}
+    for command in json.loads(FROZEN.read_text()).values():
+        for option in command["options"]:
+            shown.setdefault(option["names"][-1], set()).add(tuple(option.get("choices", ())))
+    del shown["--mode"]  # bench runs on demand too
+    assert [name for name, choices in shown.items() if len(choices) > 1] == []
 
 
 def test_help_and_refusals_do_not_wait_for_torch() -> None:

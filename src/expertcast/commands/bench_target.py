@@ -34,20 +34,12 @@ from expertcast.predictors.messages import Json
 
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.bench import BorrowedStore
-    from expertcast.runtime.config import EXPERTS, OffloadConfig
+    from expertcast.runtime.config import EXPERTS, MISSES, OffloadConfig
 
 _EXPANDED = "expanded"
 """Default form of the experts."""
 DEFAULT_PREDICTOR = "next_norm"
 """It needs no training."""
-_OFFLOAD = Fields(
-    slots=COUNT,
-    memory=Option(metavar="BYTES", help="bench and advise: bytes of the slots alone"),
-    bandwidth=BANDWIDTH,
-    latency=Option(metavar="S", read=not_negative),
-    misses=Option(metavar="WAY"),
-    link=Option(metavar="NAME", help="on the CPU auto is emulated in bench, and in advise if a speed is given"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +53,17 @@ class TargetOptions(ModelOptions):
     target: Model
     experts: Annotated[str | None, Option(choices=EXPERTS)] = None
     """Form of the experts, as in `expertcast generate` (default: bench expanded, advise auto)."""
-    offload: Annotated[OffloadConfig, _OFFLOAD]
+    offload: Annotated[
+        OffloadConfig,
+        Fields(
+            slots=COUNT,
+            memory=Option(metavar="BYTES", help="bench and advise: bytes of the slots alone"),
+            bandwidth=BANDWIDTH,
+            latency=Option(metavar="S", read=not_negative),
+            misses=Option(choices=MISSES),
+            link=Option(metavar="NAME", help="on the CPU auto is emulated in bench, and in advise if a speed is given"),
+        ),
+    ]
     """Offloading of the experts."""
     copy_over_compute: Annotated[float | None, Option(metavar="R", read=positive_number)] = None
     """Speed of the emulated link: K copies take R layers' time (default: bench 5, advise the real link)."""
