@@ -18,7 +18,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -103,8 +103,13 @@ def _rows(ids_TK: Ids) -> list[list[int]]:
     return [kept for row in ids_TK.tolist() if (kept := [expert for expert in row if expert != ABSENT])]
 
 
-def checked(routing: Routing) -> Routing:
+def checked(routing: Routing, tokens: Sequence[int] | Ids, layers: Sequence[int] | Ids) -> Routing:
     """Check that a routing can be replayed, and return it.
+
+    Args:
+        routing: the routing.
+        tokens: [T] numbers of the tokens in the file.
+        layers: [L] numbers of the layers in the file.
 
     Raises:
         ExpertcastError: there is no decoded token, an id is out of range, a token has an expert twice, or a decoded
@@ -117,29 +122,34 @@ def checked(routing: Routing) -> Routing:
         raise ExpertcastError(f"{source}: {experts} experts in each of {routing.layers} layers: number them from 0")
     ordered, empty_TL = np.sort(ids_TLK, axis=2), ids_TLK[:, :, 0] == ABSENT
     _refuse(
-        source, (ids_TLK < ABSENT) | (ids_TLK >= experts), ids_TLK,
+        source, (ids_TLK < ABSENT) | (ids_TLK >= experts), ids_TLK, (tokens, layers),
         f"token {{0}}, layer {{1}} has expert {{value}} of {experts}: ids range from 0 to {experts - 1}; correct the "
         "file or set --experts-per-layer",
     )  # fmt: skip
     _refuse(
-        source, (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != ABSENT), ordered,
+        source, (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != ABSENT), ordered, (tokens, layers),
         "token {0}, layer {1} has expert {value} twice: remove rows that were not captured (vLLM fills them with "
         "zeros), and list each expert once",
     )  # fmt: skip
     _refuse(
-        source, empty_TL & ~routing.prompt_T[:, None], empty_TL,
-        "token {0} has no experts at layer {1}: number the MoE layers 0 to L-1 without gaps and record every decoded "
-        "token at all of them",
+        source, empty_TL & ~routing.prompt_T[:, None], empty_TL, (tokens, layers),
+        "token {0} has no experts at layer {1}: record every decoded token at every MoE layer, and number the layers "
+        "of a table 0 to L-1 without gaps",
     )  # fmt: skip
     empty_L = empty_TL.all(axis=0)
-    _refuse(source, empty_L, empty_L, "no token has experts at layer {0}: number the MoE layers 0 to L-1 without gaps")
+    why = "no token has experts at layer {0}: number the MoE layers 0 to L-1 without gaps"
+    _refuse(source, empty_L, empty_L, (layers,), why)
     return routing
 
 
-def _refuse(source: object, wrong: npt.NDArray[np.bool_], values: npt.NDArray[np.generic], why: str) -> None:
-    """Raise an error for the first place where `wrong` is true; `why` is formatted with its indices and `value`."""
+def _refuse(
+    source: object, wrong: npt.NDArray[np.bool_], values: npt.NDArray[np.generic],
+    names: Sequence[Sequence[int] | Ids], why: str,
+) -> None:  # fmt: skip
+    """Raise an error for the first place where `wrong` is true; `why` is formatted with its `names` and `value`."""
     for place in np.argwhere(wrong)[:1].tolist():
-        raise ExpertcastError(f"{source}: " + why.format(*place, value=values[tuple(place)]))
+        named = [name[index] for name, index in zip(names, place, strict=False)]
+        raise ExpertcastError(f"{source}: " + why.format(*named, value=values[tuple(place)]))
 
 
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".npy", ".npz")
@@ -172,7 +182,7 @@ def read_routing(path: Path | str, *, experts: int | None = None) -> Routing:
     """
     path = Path(path)
     if not path.is_file():
-        raise ExpertcastError(f"{path}: no such file; use a routing file ({', '.join(SUFFIXES)})")
+        raise ExpertcastError(f"{path} is no file: give a routing file ({', '.join(SUFFIXES)})")
     if path.suffix.lower() in (".npy", ".npz"):
         return _from_arrays(path, experts)
     return _from_table(path, experts)
@@ -196,8 +206,8 @@ def _arrays(path: Path) -> dict[str, npt.NDArray[np.int64]]:
 _NAMES = {"slot": "rank", "phase": "prefill", "t": "token", "token_idx": "token", "layer_idx": "layer",
           "selected_ids": "experts"}  # fmt: skip
 """Names of columns and fields in files of other projects, and ours."""
-_FIRST_LINE = b"first_line"
-"""Metadata of a table read from text: line of its first row."""
+_FIRST_LINE, _RECORDS = b"first_line", b"records"
+"""Metadata of a table read from text: line of its first row; and whether numbers of layers may have gaps."""
 
 
 def _table(path: Path) -> pyarrow.Table:
@@ -298,15 +308,13 @@ def _field(record: dict[str, Any], line: int, name: str, depth: int) -> Any:
 
 
 def _of_records(records: Iterable[_Record]) -> pyarrow.Table:
-    """Return a table with one row per expert; layers are renumbered without gaps, since some may be dense."""
+    """Return a table with one row per expert; numbers of layers may have gaps, since some may be dense."""
     rows = [
         (token, layer, rank, expert, prompt)
         for token, layer, experts, prompt in records for rank, expert in enumerate(experts)
     ]  # fmt: skip
-    token, layer, rank, expert, prompt = zip(*rows, strict=True) if rows else ((),) * 5
-    dense = np.unique(np.array(layer, dtype=np.int64), return_inverse=True)[1]
-    names = ("token", "layer", "rank", "expert", "prefill")
-    return pyarrow.table(dict(zip(names, (token, dense, rank, expert, prompt), strict=True)))
+    names, columns = ("token", "layer", "rank", "expert", "prefill"), zip(*rows, strict=True) if rows else ((),) * 5
+    return pyarrow.table(dict(zip(names, columns, strict=True)), metadata={_RECORDS: ""})
 
 
 def _parsed(path: Path, parse: Callable[[Path], T]) -> T:
@@ -332,7 +340,8 @@ def _from_arrays(path: Path, experts: int | None) -> Routing:
     ids_TLK = np.concatenate(parts).astype(np.int64)
     prompt_T = np.arange(len(ids_TLK)) < (len(parts[0]) if len(parts) == 2 else 0)
     count = experts or max(1, int(ids_TLK.max(initial=0)) + 1)
-    return checked(Routing(source=str(path), ids_TLK=ids_TLK, prompt_T=prompt_T, experts=count))
+    routing = Routing(source=str(path), ids_TLK=ids_TLK, prompt_T=prompt_T, experts=count)
+    return checked(routing, range(len(ids_TLK)), range(routing.layers))
 
 
 def _from_table(path: Path, experts: int | None) -> Routing:
@@ -353,24 +362,27 @@ def _from_table(path: Path, experts: int | None) -> Routing:
     token, layer, rank, expert = columns.values()
     prompt = _whole(path, table, "prefill") if "prefill" in names else np.zeros_like(token)
     tokens, row = np.unique(token, return_inverse=True)
-    shape = (len(tokens), int(layer.max()) + 1, int(rank.max()) + 1)
+    layers: Sequence[int] | Ids = range(int(layer.max()) + 1)
+    if _RECORDS in (table.schema.metadata or {}):
+        layers, layer = np.unique(layer, return_inverse=True)
+    shape = (len(tokens), len(layers), int(rank.max()) + 1)
     if shape[0] * shape[1] * shape[2] > _SPARSE * table.num_rows:
         raise ExpertcastError(
-            f"{path}: layers up to {layer.max()} and ranks up to {rank.max()} in {table.num_rows} rows: number both "
+            f"{path}: layers up to {layers[-1]} and ranks up to {rank.max()} in {table.num_rows} rows: number both "
             "from 0 without gaps"
         )
     place = (row * shape[1] + layer) * shape[2] + rank
-    _check_places(path, place, token, layer, rank)
+    _check_places(path, place, token, layers, layer, rank)
     ids_TLK = np.full(shape, ABSENT, dtype=np.int64)
     ids_TLK.reshape(-1)[place] = expert
-    _check_ranks(path, ids_TLK, tokens)
+    _check_ranks(path, ids_TLK, (tokens, layers, range(shape[2])))
     prompt_T = np.zeros(len(tokens), dtype=bool)
     np.logical_or.at(prompt_T, row, prompt != 0)
     mixed = prompt_T[row] != (prompt != 0)
-    _refuse(path, mixed, token, "token {value} belongs to a prompt in only some of its rows: correct prefill")
+    _refuse(path, mixed, token, (), "token {value} belongs to a prompt in only some of its rows: correct prefill")
     count = experts or int(expert.max()) + 1
     sizes = _whole(path, table, "expert_bytes") if "expert_bytes" in names else None
-    routing = checked(Routing(source=str(path), ids_TLK=ids_TLK, prompt_T=prompt_T, experts=count))
+    routing = checked(Routing(source=str(path), ids_TLK=ids_TLK, prompt_T=prompt_T, experts=count), tokens, layers)
     return routing if sizes is None else replace(routing, bytes_LE=_sizes(path, layer, expert, sizes, routing))
 
 
@@ -390,21 +402,22 @@ def _whole(path: Path, table: pyarrow.Table, name: str) -> Column:
     raise ExpertcastError(f"{path}: {place}, column {name} is {cell}: use a non-negative integer in every row")
 
 
-def _check_places(path: Path, place: Column, token: Column, layer: Column, rank: Column) -> None:
+def _check_places(
+    path: Path, place: Column, token: Column, layers: Sequence[int] | Ids, layer: Column, rank: Column
+) -> None:
     order = np.argsort(place, kind="stable")
     same = np.flatnonzero(np.diff(place[order]) == 0)
     if len(same):
         first = order[same[0]]
         raise ExpertcastError(
-            f"{path}: token {token[first]}, layer {layer[first]} has rank {rank[first]} twice: list each rank once; "
-            "number the tokens of separate recordings consecutively"
+            f"{path}: token {token[first]}, layer {layers[layer[first]]} has rank {rank[first]} twice: list each rank "
+            "once; number the tokens of separate recordings consecutively"
         )
 
 
-def _check_ranks(path: Path, ids_TLK: Ids, tokens: Column) -> None:
+def _check_ranks(path: Path, ids_TLK: Ids, names: Sequence[Sequence[int] | Ids]) -> None:
     gaps = (ids_TLK[:, :, :-1] == ABSENT) & (ids_TLK[:, :, 1:] != ABSENT)
-    named = np.broadcast_to(tokens[:, None, None], ids_TLK.shape)
-    _refuse(path, gaps, named, "token {value}, layer {1} lacks rank {2} but has the next one: number ranks from 0")
+    _refuse(path, gaps, gaps, names, "token {0}, layer {1} lacks rank {2} but has the next one: number ranks from 0")
 
 
 def _sizes(path: Path, layer: Column, expert: Column, sizes: Column, routing: Routing) -> Ids:
@@ -419,5 +432,6 @@ def _sizes(path: Path, layer: Column, expert: Column, sizes: Column, routing: Ro
             "bytes: record one size per expert (0 if it was not loaded)"
         )
     largest_L = bytes_LE.max(axis=1)
-    _refuse(path, largest_L == 0, largest_L, "expert_bytes is 0 throughout layer {0}: record the size of its experts")
+    why = "expert_bytes is 0 throughout layer {0}: record the size of its experts"
+    _refuse(path, largest_L == 0, largest_L, (range(routing.layers),), why)
     return np.where(bytes_LE == 0, largest_L[:, None], bytes_LE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,11 @@ def test_arrays_by_layer(tmp_path: Path) -> None:
     assert read_routing(tmp_path / "a.npz").ids_TLK.tolist() == [[[2], [10]]] * 3
 
 
+def _records(*places: tuple[int, int], experts: Sequence[int] = (1, 2)) -> str:
+    """A line for each token and layer."""
+    return "\n".join(json.dumps({"token": t, "layer": layer, "experts": list(experts)}) for t, layer in places)
+
+
 @pytest.mark.parametrize(
     ("suffix", "text", "message"),
     [
@@ -151,6 +156,10 @@ def test_arrays_by_layer(tmp_path: Path) -> None:
         (".jsonl", '\n{"token": 0, "layer": 0, "experts": [1, "a"]}', "line 2, field experts: "),
         (".jsonl", '{"step": 0, "layer": 0, "top_indices": [1]}', "line 1, field top_indices: '[1]'; use lists of"),
         (".jsonl", "[1]", "line 1 is no object"),
+        (".jsonl", _records((7, 3), (7, 5), (9, 3)), "token 9 has no experts at layer 5: record every decoded token"),
+        (".jsonl", _records((7, 3), (7, 5), experts=[1, 1]), "token 7, layer 3 has expert 1 twice"),
+        (".jsonl", _records((7, 3), (7, 5), (7, 5)), "token 7, layer 5 has rank 0 twice"),
+        (".csv", "0,3,1,2\n0,5,1,2\n1,3,1,2\n", "token 1 has no experts at layer 5"),
         (".jsonl", "", "has no rows"),
     ],
 )
@@ -216,16 +225,16 @@ DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
     "fraction": (_each("expert", lambda value: value + 0.5), "row 0, column expert is 0.5: use a non-negative integer"),
     "nan": (_each("rank", lambda value: float("nan")), "row 0, column rank is nan"),
     "negative": (_set("expert", 4, -2), "row 4, column expert is -2: use a non-negative integer"),
-    "expert out of range": (_set("expert", 5, 9), "has expert 9 of 4: ids range from 0 to 3"),
-    "gap in layers": (_each("layer", lambda value: 2 * value), "has no experts at layer 1: number the MoE layers"),
-    "from layer 1": (_each("layer", lambda value: value + 1), "has no experts at layer 0: number the MoE layers"),
+    "expert out of range": (_set("expert", 5, 9), "token 6, layer 0 has expert 9 of 4: ids range from 0 to 3"),
+    "gap in layers": (_each("layer", lambda value: 2 * value), "token 6 has no experts at layer 1: record every"),
+    "from layer 1": (_each("layer", lambda value: value + 1), "token 6 has no experts at layer 0: record every"),
     "layer missing once": (
         _drop(lambda columns, row: (columns["token"][row], columns["layer"][row]) != (6, 1)),
-        "token 1 has no experts at layer 1",
+        "token 6 has no experts at layer 1",
     ),
     "rank twice": (_set("rank", 1, 0), "token 5, layer 0 has rank 0 twice"),
     "rank from 1": (_each("rank", lambda value: value + 1), "token 5, layer 0 lacks rank 0"),
-    "expert twice": (_set("expert", 1, 0), "token 0, layer 0 has expert 0 twice"),
+    "expert twice": (_set("expert", 1, 0), "token 5, layer 0 has expert 0 twice"),
     "huge layer": (_set("layer", 2, 2**40), "number both from 0"),
     "sparse layers": (_set("layer", 2, 10**6), "in 12 rows: number both from 0 without gaps"),
     "half a prompt": (_set("prefill", 0, False), "token 5 belongs to a prompt in only some"),
@@ -313,5 +322,5 @@ def test_damaged_bytes(tmp_path: Path) -> None:
             assert line is None or "\n" not in line
             refused += line is not None
     assert refused > 80
-    with pytest.raises(ExpertcastError, match="no such file"):
+    with pytest.raises(ExpertcastError, match=r"none.csv is no file: give a routing file"):
         read_routing(tmp_path / "none.csv")
