@@ -429,6 +429,13 @@ def survey_disk(
     recorder, watched = Recorder(prompt_ids.device), RoutingObserver()
     with run(observers=[recorder, watched]) as offloaded:
         store, slots, shape = offloaded.store, offloaded.pool.count, offloaded.view.shape
+        own = (shape.layers, shape.top_k)
+        if routing and ((routing.layers, routing.top_k) != own or routing.experts > shape.experts):
+            raise ExpertcastError(
+                f"{routing.source} is of another model: it has {routing.layers} MoE layers and {routing.top_k} of "
+                f"{routing.experts} experts per token, this model {shape.layers} and {shape.top_k} of {shape.experts}; "
+                "give routing of this model"
+            )
         decode_greedily(offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         copying = isinstance(offloaded.link, InstantLink)  # in the thread that computes
         compute_s = statistics.median(
@@ -444,11 +451,7 @@ def survey_disk(
             routing=routing_of(watched.passes, shape), compute_s=compute_s, slots=slots,
             block_bytes=store.layout.block_bytes, rate=rate, rate_source=source, stored=coded, refused=refused,
         )  # fmt: skip
-    if routing is None:
-        return found
-    if (routing.layers, routing.top_k) != (shape.layers, shape.top_k) or routing.experts > shape.experts:
-        raise ExpertcastError(f"{routing.source} is of another model, this one has {shape}: give its own routing")
-    return replace(found, routing=replace(routing, experts=shape.experts))
+    return found if routing is None else replace(found, routing=replace(routing, experts=shape.experts))
 
 
 def _rate(store: ExpertStore, folder: Path, bandwidth: float | None) -> tuple[float, str]:

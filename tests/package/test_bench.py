@@ -54,6 +54,18 @@ def test_a_model_larger_than_memory_is_refused(
     assert "--memory" not in line
 
 
+def test_routing_of_another_model_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("expertcast.runtime.benchmarking.advise_disk.decode_greedily", None)
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(f'{{"token": {token}, "layer": 3, "experts": [5, 9]}}' for token in range(2)))
+    command = f"advise reference --store-folder {tmp_path / 'new'} --replay {path} --prompt-tokens 4 --slots 96"
+    assert main(command.split()) == 2
+    wanted = "it has 1 MoE layers and 2 of 10 experts per token, this model 12 and 4 of 64; give routing of this model"
+    assert wanted in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = "--prompt-tokens 8 --slots 96"
