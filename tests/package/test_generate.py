@@ -258,6 +258,13 @@ def test_chat_in_a_terminal(chatting: Path, tmp_path: Path, reference_tokenizer:
     assert terminal.process.wait() == 143
 
 
+def test_chat_writes_what_the_last_answer_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("It is\nAnd\n"))
+    found = ran(tmp_path, "chat reference --slots 192 --new-tokens 3")
+    assert (found["answers"], found["generated_tokens"], found["timing"]["new_tokens"]) == (2, 6, 3)
+    assert found["stats"]["requests"] > 0
+
+
 def test_a_missing_extra_is_installed_from_the_checkout(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

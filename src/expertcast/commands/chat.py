@@ -66,7 +66,9 @@ def run(options: Options) -> Outcome:
             else:
                 offloaded.reset_stats()
                 chat.answer(line)
-    return {"answers": chat.answers, "generated_tokens": chat.tokens}, f"{chat.answers} answers, {chat.tokens} tokens"
+        last = {"timing": chat.timing, "stats": offloaded.stats.as_dict()}
+    result = {"answers": chat.answers, "generated_tokens": chat.tokens, **last}
+    return result, f"{chat.answers} answers, {chat.tokens} tokens"
 
 
 class _Stopped(KeyboardInterrupt):
