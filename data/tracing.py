@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
-from torch.overrides import TorchFunctionMode
 
 from expertcast.data.machine import one_row, without_onednn
+from expertcast.predictors.view import Functions
 
 Tensors = tuple[Tensor, ...]
 Program = Callable[..., Tensors]
@@ -92,18 +92,14 @@ def _knowing_sizes(function: Program, lengths: Collection[int]) -> Program:
     return known
 
 
-class _Sizes(TorchFunctionMode):
+class _Sizes(Functions):
     """Returns sizes as numbers, except the given lengths, which the trace follows."""
 
     def __init__(self, lengths: Collection[int]) -> None:
         super().__init__()
         self._lengths = lengths
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
-        kwargs = kwargs or {}
+    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if func is not Tensor.size and getattr(func, "__self__", None) is not Tensor.shape:
             return func(*args, **kwargs)
         tracing = torch._C._get_tracing_state()

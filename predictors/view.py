@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError, Json
 
 _SAMPLED = 8
 """Elements of each expert tensor that the fingerprint hashes."""
@@ -313,26 +314,33 @@ def routes_by_logits(view: MoEView) -> bool:
     return True
 
 
-class _Watched(TorchFunctionMode):
+class Functions(TorchFunctionMode):
+    """A context in which :meth:`run` is called in place of torch's functions."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
+    ) -> Any:
+        return self.run(func, *args, **kwargs or {})
+
+    @abstractmethod
+    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what the function returns in this context."""
+
+
+class _Watched(Functions):
     """Records the result of every operation, in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.results: list[object] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
-        result = func(*args, **kwargs or {})
+    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
+        result = func(*args, **kwargs)
         self.results.append(result)
         return result
 
 
-class _Answers(TorchFunctionMode):
+class _Answers(Functions):
     """Replaces the result of the operation that produces a router's logits, and optionally the ids of its `topk`.
 
     If the router first chooses groups of experts, that `topk` returns the groups of the ids. All else runs unchanged.
@@ -348,14 +356,7 @@ class _Answers(TorchFunctionMode):
         self.chose = False
         """Whether a `topk` has returned the ids."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
+    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
         self._left -= 1
         if self._left == -1:
             return self.logits_TE.to(dtype=self._made.dtype, device=self._made.device)

@@ -6,6 +6,7 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, S slot
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
 from expertcast.data.packed_experts import is_packed, products, run_experts
-from expertcast.predictors.messages import Json
+from expertcast.predictors.view import Functions
 from expertcast.runtime.engine.engine import row_order
 
 # torch's `grouped_mm` over slots in place of experts: the resident model's bits, without reading values.
@@ -70,56 +70,54 @@ def has_persistent_grouped_mm(weight: Tensor) -> bool:
     return torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
 
 
-class _SlotProducts(TorchFunctionMode):
+class _InPlaceOfGroupedMM(Functions):
+    """Runs :meth:`multiply` where torch's `grouped_mm` is called. Rows are sorted by slot."""
+
+    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
+        return self.multiply(func, *args, **kwargs) if func in _GROUPED_MM else func(*args, **kwargs)
+
+    @abstractmethod
+    def multiply(self, own: Callable[..., Tensor], rows_PD: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
+        """Return [P, F].
+
+        Args:
+            own: torch's `grouped_mm`.
+            rows_PD, weight: its factors, the weight [S, D, F].
+            offs: where each slot's rows end [S].
+        """
+
+
+class _SlotProducts(_InPlaceOfGroupedMM):
     """`grouped_mm` on a CUDA device that has no kernel of it.
 
     There torch asks the device for the groups and multiplies slot by slot, empty ones too; the host knows which are
-    not. Rows are sorted by slot.
+    not.
     """
 
     def __init__(self, slots: Sequence[int]) -> None:
         super().__init__()
         self._groups = sorted(Counter(slots).items())
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
-    ) -> object:
-        if func not in _GROUPED_MM:
-            return func(*args, **(kwargs or {}))
-        rows, weight = args[:2]
-        return products(rows, weight, self._groups)
+    def multiply(self, own: Callable[..., Tensor], rows_PD: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
+        return products(rows_PD, weight, self._groups)
 
 
-class _SlotRanges(TorchFunctionMode):
-    """On CUDA, `grouped_mm` over more groups than its kernel takes: range by range. Rows are sorted by slot."""
+class _SlotRanges(_InPlaceOfGroupedMM):
+    """On CUDA, `grouped_mm` over more groups than its kernel takes: range by range."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
-    ) -> object:
-        if func not in _GROUPED_MM:
-            return func(*args, **(kwargs or {}))
-        rows_PD, weight = args[:2]
-        return _ranges(func, rows_PD, weight, args[2] if len(args) > 2 else (kwargs or {})["offs"])
+    def multiply(self, own: Callable[..., Tensor], rows_PD: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
+        """Return [P, F] without a value on the host, so that it can be captured in a CUDA graph.
 
-
-def _ranges(multiply: Callable[..., Tensor], rows_PD: Tensor, weight: Tensor, ends_S: Tensor) -> Tensor:
-    """[P, F] without a value on the host, so that it can be captured in a CUDA graph.
-
-    A range after the first begins one group early: that group takes all rows before the range's own, and what it makes
-    of them is dropped. Rows behind a range's last group are not computed.
-
-    Args:
-        multiply: torch's `grouped_mm`.
-        rows_PD, weight: its factors, the weight [S, D, F].
-        ends_S: where each slot's rows end.
-    """
-    row_P1 = torch.arange(len(rows_PD), device=rows_PD.device).unsqueeze(-1)
-    output_PF = multiply(rows_PD, weight[:_MOST_GROUPS], offs=ends_S[:_MOST_GROUPS])
-    for early in range(_MOST_GROUPS - 1, len(weight) - 1, _MOST_GROUPS - 1):
-        within = slice(early, early + _MOST_GROUPS)
-        part_PF = multiply(rows_PD, weight[within], offs=ends_S[within])
-        output_PF = torch.where(row_P1 < ends_S[early], output_PF, part_PF)
-    return output_PF
+        A range after the first begins one group early: that group takes all rows before the range's own, and what it
+        makes of them is dropped. Rows behind a range's last group are not computed.
+        """
+        row_P1 = torch.arange(len(rows_PD), device=rows_PD.device).unsqueeze(-1)
+        output_PF = own(rows_PD, weight[:_MOST_GROUPS], offs=offs[:_MOST_GROUPS])
+        for early in range(_MOST_GROUPS - 1, len(weight) - 1, _MOST_GROUPS - 1):
+            within = slice(early, early + _MOST_GROUPS)
+            part_PF = own(rows_PD, weight[within], offs=offs[within])
+            output_PF = torch.where(row_P1 < offs[early], output_PF, part_PF)
+        return output_PF
 
 
 ExpertsForward = Callable[..., Tensor]
