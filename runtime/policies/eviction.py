@@ -125,11 +125,8 @@ class ByRecency(EvictionPolicy):
 
     def use(self, keys: Sequence[int]) -> None:
         self._clock += 1
-        groups, group_of = self._groups, self._group
         for key in keys:
-            order = groups[group_of(key)]
-            order[key] = self._clock
-            order.move_to_end(key)
+            self._access(key)
 
     def remove(self, key: int) -> None:
         order = self._groups[group := self._group(key)]
@@ -221,21 +218,6 @@ class ByPriority(EvictionPolicy):
             heapq.heapify(self._heap)
 
 
-@dataclass(slots=True)
-class Scores:
-    """Scores of the experts of a layer: value * scale + offset, comparable between layers."""
-
-    value_E: Sequence[float]
-    """Values that order the experts within the layer [E]."""
-    scale: float = 1.0
-    """Factor; 0 if all experts of the layer have the same score."""
-    offset: float = 0.0
-
-    def of(self, expert: int) -> float:
-        """Return the score of an expert (0..E-1)."""
-        return self.value_E[expert] * self.scale + self.offset
-
-
 class Rescored(EvictionPolicy):
     """Base class of policies that recompute the scores of all experts of a layer when the layer changes.
 
@@ -250,21 +232,21 @@ class Rescored(EvictionPolicy):
         """Layers whose ranking is outdated."""
         self._ranking: list[list[int]] = [[] for _ in range(shape.layers)]
         """Residents (0..E-1) of each layer in the order of eviction."""
-        self._scores = [Scores([0.0] * shape.experts) for _ in range(shape.layers)]
-        """Scores that the current rankings follow."""
+        self._scores = [[0.0] * shape.experts for _ in range(shape.layers)]
+        """Scores that the current rankings follow [L][E]."""
         self._lowest = [math.inf] * shape.layers
         """Score of the first expert of each ranking."""
 
     @abstractmethod
-    def _score(self, layer: int) -> Scores:
-        """Return the scores of a layer's experts; the lowest is evicted first."""
+    def _score(self, layer: int) -> list[float]:
+        """Return the scores of a layer's experts [E], comparable between layers; the lowest is evicted first."""
 
     def insert(self, key: int, full: bool = True) -> None:
         layer, expert = divmod(key, self.shape.experts)
         if layer in self._changed:
             self._ranking[layer].append(expert)
         else:
-            bisect.insort_right(self._ranking[layer], expert, key=self._scores[layer].value_E.__getitem__)
+            bisect.insort_right(self._ranking[layer], expert, key=self._scores[layer].__getitem__)
             self._note_lowest(layer)
 
     def use(self, keys: Sequence[int]) -> None:
@@ -284,7 +266,7 @@ class Rescored(EvictionPolicy):
         outdated = [layer for layer in self._changed if self._ranking[layer]]  # one of L policies has one layer only
         for layer in outdated:
             scores = self._scores[layer] = self._score(layer)
-            self._ranking[layer].sort(key=scores.value_E.__getitem__)
+            self._ranking[layer].sort(key=scores.__getitem__)
             self._note_lowest(layer)
         self._changed.difference_update(outdated)
         lowest = self._lowest.copy()
@@ -292,14 +274,14 @@ class Rescored(EvictionPolicy):
             layer = lowest.index(score)
             first = layer * self.shape.experts
             expert = next((expert for expert in self._ranking[layer] if first + expert not in protected), None)
-            lowest[layer] = math.inf if expert is None else self._scores[layer].of(expert)
+            lowest[layer] = math.inf if expert is None else self._scores[layer][expert]
             if expert is not None and lowest[layer] == score:
                 return first + expert
         return None
 
     def _note_lowest(self, layer: int) -> None:
         ranking = self._ranking[layer]
-        self._lowest[layer] = self._scores[layer].of(ranking[0]) if ranking else math.inf
+        self._lowest[layer] = self._scores[layer][ranking[0]] if ranking else math.inf
 
 
 class LRU(ByRecency):
@@ -474,9 +456,9 @@ class Score(Rescored):
         self._sums[layer] = list(map(add, self._sums[layer], probability_E))
         self._changed.add(layer)
 
-    def _score(self, layer: int) -> Scores:
-        sums_E = self._sums[layer]
-        return Scores(sums_E, 1 / (max(sums_E) or 1.0))
+    def _score(self, layer: int) -> list[float]:
+        scale = 1 / (max(self._sums[layer]) or 1.0)
+        return [total * scale for total in self._sums[layer]]
 
 
 class LeastStale(ByRecency):
@@ -578,17 +560,14 @@ class Importance(Rescored):
             hotness_E[key - first] += weight
         self._changed.add(layer)
 
-    def _score(self, layer: int) -> Scores:
+    def _score(self, layer: int) -> list[float]:
         alpha, residents = self.config.alpha, self._ranking[layer]
-        hotness_E, forecast_E = self._hotness[layer], self._forecast.get(layer)
-        uses = sum(map(hotness_E.__getitem__, residents))
-        chances = 0.0 if forecast_E is None else sum(map(forecast_E.__getitem__, residents))
+        hotness_E, forecast_E = self._hotness[layer], self._forecast.get(layer, [0.0] * self.shape.experts)
+        uses, chances = (sum(map(values_E.__getitem__, residents)) for values_E in (hotness_E, forecast_E))
         equal = ((0.0 if uses else alpha) + (0.0 if chances else 1 - alpha)) / max(1, len(residents))
         per_use = alpha / uses if uses else 0.0
-        if forecast_E is None or not chances:
-            return Scores(hotness_E, per_use, equal)
-        per_chance = (1 - alpha) / chances
-        return Scores([per_use * u + per_chance * p for u, p in zip(hotness_E, forecast_E, strict=True)], 1.0, equal)
+        per_chance = (1 - alpha) / chances if chances else 0.0
+        return [per_use * u + per_chance * p + equal for u, p in zip(hotness_E, forecast_E, strict=True)]
 
 
 # Offline bound. An event is one layer of one step, as the list of distinct experts that it needs.
