@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Generic, overload
+from typing import Any, Generic, overload
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies.base import CacheShape, Choice, P, PolicyConfig, PolicyRegistry
@@ -131,6 +131,12 @@ class Policies:
             routing=self.routing.make(shape),
             pre_eviction=self.pre_eviction.make(shape),
         )
+
+
+KINDS: dict[str, PolicyRegistry[Any]] = {
+    kind: field.registry for kind, field in vars(Policies).items() if isinstance(field, PolicyField)
+}
+"""Registries of policies by kind."""
 
 
 def parse_policies(words: Iterable[str]) -> Policies:

@@ -9,23 +9,15 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Collection
-from typing import Any
 
 from expertcast.commands.options import lowered
 from expertcast.predictors import names, predictor_class
-from expertcast.predictors.base import Registry
 from expertcast.predictors.options import field_docs, settable, written
 from expertcast.runtime.drafts.names import AUTO, AutoOptions, draft_names
-from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, PRESETS, ROUTING, Policies
+from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.policies.eviction import SCOPES
+from expertcast.runtime.policies.settings import KINDS
 
-KINDS: dict[str, Registry[Any]] = {
-    "eviction": EVICTION,
-    "prefetch": PREFETCH,
-    "miss": MISS,
-    "routing": ROUTING,
-    "pre_eviction": PRE_EVICTION,
-}
 _LEFT = 24
 """Width of a name, as in the rest of the help."""
 

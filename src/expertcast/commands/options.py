@@ -462,15 +462,13 @@ def own_policy(text: str) -> str:
     named = re.fullmatch(r"([\w.]+):([A-Za-z_]\w*)(:.*)?", text)
     if named is None:
         return text
-    from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, ROUTING
-    from expertcast.runtime.policies.base import PolicyRegistry
+    from expertcast.runtime.policies.settings import KINDS
 
     module, name, rest = named.groups("")
-    registries: tuple[PolicyRegistry[Any], ...] = (EVICTION, PREFETCH, MISS, ROUTING, PRE_EVICTION)
-    if any(module in registry.names() for registry in registries):
+    if any(module in registry.names() for registry in KINDS.values()):
         return text
     found = _own_class(module, name, "policy")
-    for registry in registries:
+    for registry in KINDS.values():
         if isinstance(found, type) and issubclass(found, registry.base):
             return f"{registry.register(found).name}{rest}"
     raise ExpertcastError(f"{module}:{name} is no policy: give a subclass of EvictionPolicy, PrefetchPolicy or others")

@@ -57,7 +57,6 @@ class Chosen(NamedTuple):
 
 
 _Named = Annotated[tuple[str, ...], Option(metavar="P")]
-_KINDS = ("eviction", "prefetch", "miss", "routing", "pre_eviction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,20 +89,17 @@ class PolicyOptions:
             ExpertcastError: an unknown preset, policy or option.
         """
         from expertcast.runtime.policies import Policies
-        from expertcast.runtime.policies.settings import preset
+        from expertcast.runtime.policies.settings import KINDS, preset
 
-        own = {kind: tuple(map(own_policy, getattr(self, "policy" if kind == "eviction" else kind))) for kind in _KINDS}
+        own = {kind: tuple(map(own_policy, getattr(self, "policy" if kind == "eviction" else kind))) for kind in KINDS}
         for name in self.preset:
             made = preset(name)
             yield Chosen(made.policies, made.predictor)
         if self.preset and not self.policy:
             return
-        kinds = {
-            "eviction": own["eviction"] or otherwise,
+        kinds = own | {
+            "eviction": own["eviction"] or tuple(otherwise),
             "prefetch": own["prefetch"] or ("top_k" if predictors else "none",),
-            "miss": own["miss"],
-            "routing": own["routing"],
-            "pre_eviction": own["pre_eviction"],
             "scope": self.scope,
         }
         for *words, predictor in itertools.product(*kinds.values(), predictors or (None,)):
