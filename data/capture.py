@@ -25,7 +25,7 @@ from expertcast.data.means import MeanOutputs, adds_block, adds_experts
 from expertcast.data.packed_experts import down_projection
 from expertcast.data.plan import Plan, Window, WindowBatch, pad_windows, window_batches
 from expertcast.data.processes import training_share
-from expertcast.data.stand_in import NoExperts, Outputs
+from expertcast.data.stand_in import LayerOutput, Outputs
 from expertcast.data.taps import RouterTaps
 from expertcast.data.trace_format import rounded
 from expertcast.predictors.early_attention import StandIn
@@ -222,7 +222,7 @@ class LayerCapture(ShownExperts):
             inner = None if means is None else partial(means.add_experts, index)
             output_TD = self._experts.run(layer, hidden_TD, ids_TK, weights_TK, inner)
         else:
-            kept = outputs.read(layer, hidden_TD)
+            kept = outputs(layer, hidden_TD)
             output_TD = kept.output_TD
             if means is not None:
                 every_E = torch.arange(layer.num_experts, device=kept.count_E.device)
@@ -253,7 +253,7 @@ def try_early(model: PreTrainedModel, view: MoEView, plan: Plan) -> tuple[EarlyA
         warnings.filterwarnings("ignore", "forecasts do without early attention")  # printed below
         # the trial needs attention and routers only: experts might be read from a disk
         first = pad_windows(plan.windows_of(plan.documents)[:1])
-        seen = ActivationStream(model, view, [], early=early).run(first, NoExperts())
+        seen = ActivationStream(model, view, [], early=early).run(first, LayerOutput.zero)
     if early is None:
         return None, seen
     if training_share().rank == 0:

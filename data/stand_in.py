@@ -8,11 +8,12 @@ T tokens, D hidden size, K experts per token, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -243,18 +244,8 @@ class LayerOutput:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-class Outputs(Protocol):
-    """Known outputs of the routed experts in one forward."""
-
-    def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput:
-        """Return the output of `layer` for these tokens."""
-
-
-class NoExperts:
-    """Outputs of zero, for forwards in which only attention and routers matter."""
-
-    def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput:
-        return LayerOutput.zero(layer, hidden_TD)
+Outputs: TypeAlias = Callable[[MoELayer, Tensor], LayerOutput]
+"""Known outputs of the routed experts in one forward, by layer and tokens [T, D]."""
 
 
 class KeptOutputs:
@@ -297,7 +288,7 @@ class KeptOutputs:
         """Return the outputs of a batch, None if there are none."""
         path = self._folder / self._name(number)
         found = path.is_file() and self._written.get(number) == (_identity(batch), file_digest(path))
-        return BatchReader(path) if found else None
+        return partial(_read, safe_open(path, framework="pt")) if found else None
 
     def make_folder(self) -> Path:
         """Return the folder, created if missing."""
@@ -309,15 +300,9 @@ class KeptOutputs:
         return f"experts-{number:05d}.safetensors"
 
 
-class BatchReader:
-    """Reads the file of a batch, layer by layer."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: Any = safe_open(path, framework="pt")
-
-    def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput:
-        names = (f"{layer.index}.{field.name}" for field in fields(LayerOutput))
-        return LayerOutput(*(self._file.get_tensor(name).to(hidden_TD.device) for name in names))
+def _read(file: Any, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput:
+    names = (f"{layer.index}.{field.name}" for field in fields(LayerOutput))
+    return LayerOutput(*(file.get_tensor(name).to(hidden_TD.device) for name in names))
 
 
 def _identity(batch: WindowBatch) -> str:
