@@ -56,36 +56,27 @@ class MetricSpec:
         return (PREFIX + self.name).rstrip("_")
 
 
-_LAYER = ("layer",)
-
-
-def _per_layer(name: str, text: str) -> MetricSpec:
-    return MetricSpec("counter", name, text, _LAYER)
-
-
-LAYER = {
-    "requests": _per_layer("expert_requests", "Distinct experts that steps of the layer needed."),
-    "hits": _per_layer("expert_hits", "Requests whose expert had a slot, arrived or in flight for a forecast."),
-    "misses": _per_layer(
-        "expert_misses", "Requests whose copy began once the routing was known, or without a forecast."
+_LAYER = {
+    "requests": ("expert_requests", "Distinct experts that steps of the layer needed."),
+    "hits": ("expert_hits", "Requests whose expert had a slot, arrived or in flight for a forecast."),
+    "misses": ("expert_misses", "Requests whose copy began once the routing was known, or without a forecast."),
+    "on_host": ("experts_on_host", "Misses that the host computed."),
+    "collisions": ("expert_collisions", "Misses of experts that were evicted earlier in the same forward."),
+    "evicted": ("experts_evicted", "Experts that lost their slot to another expert."),
+    "skipped": ("experts_skipped", "Experts that a lossy policy left out or replaced."),
+    "prefetched": ("experts_prefetched", "Prefetches, without those dropped before they started."),
+    "prefetched_used": ("prefetches_used", "Prefetches whose expert was needed before it lost its slot."),
+    "prefetched_in_time": ("prefetches_in_time", "Used prefetches that arrived before compute waited for them."),
+    "dropped": ("prefetches_dropped", "Prefetches dropped before they started."),
+    "bytes_moved": ("moved_bytes", "Bytes of experts copied into slots, and of queued copies."),
+    "waited_s": (
+        "waiting_seconds",
+        "Seconds that the layer's compute was blocked on copies and on experts of the host.",
     ),
-    "on_host": _per_layer("experts_on_host", "Misses that the host computed."),
-    "collisions": _per_layer("expert_collisions", "Misses of experts that were evicted earlier in the same forward."),
-    "evicted": _per_layer("experts_evicted", "Experts that lost their slot to another expert."),
-    "skipped": _per_layer("experts_skipped", "Experts that a lossy policy left out or replaced."),
-    "prefetched": _per_layer("experts_prefetched", "Prefetches, without those dropped before they started."),
-    "prefetched_used": _per_layer("prefetches_used", "Prefetches whose expert was needed before it lost its slot."),
-    "prefetched_in_time": _per_layer(
-        "prefetches_in_time", "Used prefetches that arrived before compute waited for them."
-    ),
-    "dropped": _per_layer("prefetches_dropped", "Prefetches dropped before they started."),
-    "bytes_moved": _per_layer("moved_bytes", "Bytes of experts copied into slots, and of queued copies."),
-    "waited_s": _per_layer(
-        "waiting_seconds", "Seconds that the layer's compute was blocked on copies and on experts of the host."
-    ),
-    "steps": _per_layer("layer_steps", "Times that the layer ran."),
-    "chunks": _per_layer("layer_chunks", "Kernel calls; more than steps if a step's experts did not fit the slots."),
+    "steps": ("layer_steps", "Times that the layer ran."),
+    "chunks": ("layer_chunks", "Kernel calls; more than steps if a step's experts did not fit the slots."),
 }
+LAYER = {field: MetricSpec("counter", *named, ("layer",)) for field, named in _LAYER.items()}
 """Metrics by field of :class:`expertcast.runtime.recording.recorder.LayerStatistics`."""
 
 COPIES = MetricSpec("counter", "link_copies", "Copies of experts that have arrived in slots.")

@@ -57,24 +57,22 @@ MOST_BODY, MOST_SKIPPED = 4 << 20, 256 << 20
 _FORMAT = "text: structured output is not supported"
 
 
-def _without_probabilities(include: list[Any]) -> list[Any]:
-    if any("logprobs" in str(each) for each in include):
-        raise ValueError
-    return include
+def _unless(wrong: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """Return a function that refuses values for which `wrong` is true."""
+
+    def check(value: Any) -> Any:
+        if wrong(value):
+            raise ValueError
+        return value
+
+    return check
 
 
-def _few(biases: object) -> object:
-    if isinstance(biases, Mapping) and len(biases) > MOST_BIASES:  # before the entries: each bad one is an error object
-        raise ValueError
-    return biases
-
-
-def _begins_with_role(items: list[Any]) -> list[Any]:
-    """transformers takes a list that begins otherwise for the parts of one message."""
-    if "role" not in items[0]:
-        raise ValueError
-    return items
-
+_without_probabilities = _unless(lambda include: any("logprobs" in str(each) for each in include))
+_few = _unless(lambda given: isinstance(given, Mapping) and len(given) > MOST_BIASES)
+"""Runs before the entries are read: each bad one is an error object."""
+_begins_with_role = _unless(lambda items: "role" not in items[0])
+"""transformers takes a list that begins otherwise for the parts of one message."""
 
 _A = TypeVar("_A")
 _Some = Annotated[list[_A], Field(min_length=1, fail_fast=True)]
