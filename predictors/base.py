@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
@@ -147,22 +147,18 @@ class Forecast:
 
     def __getitem__(self, rows: slice | Tensor) -> Forecast:
         """Return the forecast of a subset of the tokens."""
-        return replace(
-            self,
-            logits_TE=self.logits_TE[rows],
-            topk_ids_TK=self.topk_ids_TK[rows],
-            topk_weights_TK=self.topk_weights_TK[rows],
-        )
+        return Forecast._joined([self], lambda parts: parts[0][rows])
 
     @staticmethod
     def join(parts: Sequence[Forecast]) -> Forecast:
         """Concatenate forecasts of one layer by one predictor along the tokens."""
-        return replace(
-            parts[0],
-            logits_TE=torch.cat([part.logits_TE for part in parts]),
-            topk_ids_TK=torch.cat([part.topk_ids_TK for part in parts]),
-            topk_weights_TK=torch.cat([part.topk_weights_TK for part in parts]),
-        )
+        return Forecast._joined(parts, torch.cat)
+
+    @staticmethod
+    def _joined(parts: Sequence[Forecast], join: Callable[[list[Tensor]], Tensor]) -> Forecast:
+        names = ("logits_TE", "topk_ids_TK", "topk_weights_TK")
+        joined: Json = {name: join([getattr(part, name) for part in parts]) for name in names}
+        return replace(parts[0], **joined)
 
 
 @dataclass(kw_only=True)

@@ -181,19 +181,6 @@ class DefaultVectors:
         return cls(**{**tensors, "token_count": int(tensors["token_count"])})  # type: ignore[arg-type]
 
 
-def layer_default(expert_ED: Tensor, shared_D: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return d_l [T, D] = sum over routed experts of weight x default vector, plus the shared experts' mean, in fp32.
-
-    Source: Madan et al., Speculating Experts, 2026, section 3.1.
-    """
-    return weighted_rows(weights_TK.float(), expert_ED.float(), ids_TK) + shared_D.float()
-
-
-def weighted_rows(weights_TK: Tensor, row_ED: Tensor, ids_TK: Tensor) -> Tensor:
-    """Return sum_k weights_TK[t, k] row_ED[ids_TK[t, k]] as [T, D], with fewer operations than `einsum`."""
-    return torch.bmm(weights_TK.unsqueeze(1), functional.embedding(ids_TK, row_ED)).squeeze(1)
-
-
 class QuasiInput(Predictor):
     """Base of the predictors that read q_l; holds the default vectors in fp32."""
 
@@ -221,12 +208,15 @@ class QuasiInput(Predictor):
         self.shared_LD.copy_(defaults.shared_LD)
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
-        """Return q_l [T, D] in the dtype of the target's norm; r_l + d_l is summed in fp32."""
-        layer = state.layer
-        default_TD = layer_default(
-            self.expert_LED[layer], self.shared_LD[layer], state.topk_ids_TK, state.topk_weights_TK
-        )
-        return self.view[layer + ahead].router_input(state.residual_TD.float() + default_TD)
+        """Return q_l [T, D] in the dtype of the target's norm; r_l + d_l is summed in fp32.
+
+        d_l is the sum over routed experts of weight x default vector, plus the shared experts' mean. Source: Madan et
+        al., Speculating Experts, 2026, section 3.1.
+        """
+        rows_TKD = functional.embedding(state.topk_ids_TK, self.expert_LED[state.layer].float())
+        default_TD = torch.bmm(state.topk_weights_TK.float().unsqueeze(1), rows_TKD).squeeze(1)
+        default_TD = default_TD + self.shared_LD[state.layer].float()
+        return self.view[state.layer + ahead].router_input(state.residual_TD.float() + default_TD)
 
 
 class QuasiHidden(QuasiInput, ThroughRouter):
