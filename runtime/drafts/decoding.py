@@ -349,14 +349,10 @@ class DraftedDecoding:
         if cycle.draft is not None:
             self._counts.setdefault(cycle.draft, DraftCount()).observe(cycle)
 
-    def _requests(self) -> tuple[int, int, int]:
+    def _requests(self) -> list[int]:
         """Return the requests, hits and misses of all layers so far."""
         layers = self._residency.stats.layers
-        return (
-            sum(each.requests for each in layers),
-            sum(each.hits for each in layers),
-            sum(each.misses for each in layers),
-        )
+        return [sum(getattr(each, name) for each in layers) for name in ("requests", "hits", "misses")]
 
     def _write(self, draft: PassDraft, choice: Choice, cycle: Cycle) -> Tensor | None:
         """Draft with passes of the model, one token per pass.

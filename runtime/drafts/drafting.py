@@ -14,7 +14,7 @@ from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.drafts import names
 from expertcast.runtime.drafts.decoding import DraftedDecoding, extract_stop_strings
 from expertcast.runtime.drafts.governor import DraftCount, Governor
-from expertcast.runtime.drafts.kinds import PassDraft, PolicyStage, QuantisedExperts, QuantisedStage, forecast_draft
+from expertcast.runtime.drafts.kinds import PassDraft, PolicyStage, QuantisedExperts, QuantisedStage
 from expertcast.runtime.drafts.prefetch import Schedule
 from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.policies import Policies
@@ -148,7 +148,7 @@ class Drafter:
         if name == names.SPECULATE:
             if speculator.predictor is None:
                 raise ExpertcastError("draft='speculate' needs forecasts: offload the model with a predictor")
-            return forecast_draft(name, self._engine, speculator)
+            return PassDraft(name, self._engine, forecasts=True)
         return self._by_policies(name, names.policies_of(name))
 
     def _by_policies(self, name: str, policies: Policies) -> PassDraft:

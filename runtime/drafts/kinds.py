@@ -38,8 +38,8 @@ class PassDraft:
     engine: Engine
     stage: Stage | None = None
     """Runs the MoE layers while drafting; None: the engine."""
-    swap: tuple[object, str, object] | None = None
-    """An object, the name of its attribute, and the attribute's value while drafting."""
+    forecasts: bool = False
+    """Whether all layers that have a forecast execute it while drafting."""
     nbytes: int = 0
     """Device memory of the draft in addition to the slots, in bytes."""
 
@@ -47,17 +47,12 @@ class PassDraft:
     def passes(self) -> Iterator[None]:
         """Return a context manager in which forward passes of the model are draft passes."""
         with ExitStack() as undo:
-            if self.swap is not None:
-                owner, name, value = self.swap
-                undo.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, value)
+            speculator = self.engine.speculator
+            if self.forecasts:
+                undo.callback(setattr, speculator, "layers", speculator.layers)
+                speculator.layers = frozenset(range(len(speculator.view)))
             with self.engine.drafting(self.stage):
                 yield
-
-
-def forecast_draft(name: str, engine: Engine, speculator: Speculator) -> PassDraft:
-    """Return the draft that executes forecasts at all layers that have one."""
-    return PassDraft(name, engine, swap=(speculator, "layers", frozenset(range(len(speculator.view)))))
 
 
 # Drafts that run the experts in another way
