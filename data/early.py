@@ -259,18 +259,16 @@ _MOST = 8
 """Largest number of programs of one block, by shapes and flags."""
 
 
+@dataclass(slots=True)
 class _Made:
     """A program for calls of one form, if tracing works, with counts of calls and remaining attempts."""
 
-    __slots__ = ("calls", "run", "seen", "trials")
-
-    def __init__(self) -> None:
-        self.run: Program | None = None
-        self.calls = 0
-        """Calls of the program."""
-        self.seen = 0
-        """Calls of this form."""
-        self.trials = _TRIALS
+    run: Program | None = None
+    calls: int = 0
+    """Calls of the program."""
+    seen: int = 0
+    """Calls of this form."""
+    trials: int = _TRIALS
 
 
 class EarlyProgram:
@@ -301,9 +299,10 @@ class EarlyProgram:
         held = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
         tensors = [hidden_B1D, *held.values()]
         try:
-            form = (hidden_B1D.shape, hidden_B1D.dtype, call.dtype, type(layer), *held, _form(call, tensors))
+            arguments = _formed((call.args, _without_cache(call)), tensors)
         except TypeError:  # an argument is neither a tensor nor a flag
             return own()
+        form = hidden_B1D.shape, hidden_B1D.dtype, call.dtype, type(layer), *held, arguments
         made = self._made.get(form)
         if made is None:
             if len(self._made) == _MOST:
@@ -363,19 +362,12 @@ def _without_cache(call: Call) -> dict[str, Any]:
     return {name: value for name, value in call.kwargs.items() if name != "past_key_values"}
 
 
-def _form(call: Call, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """Return a hashable description of a call and append its tensors to `tensors`.
+def _formed(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a hashable description of a value and append its tensors to `tensors`.
 
     Raises:
-        TypeError: an argument is neither a tensor, nor a flag, nor a collection of these.
+        TypeError: it is neither a tensor, nor a flag, nor a collection of these.
     """
-    found: list[Any] = [_formed(value, tensors) for value in call.args]
-    for name, value in _without_cache(call).items():
-        found += name, _formed(value, tensors)
-    return tuple(found)
-
-
-def _formed(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.dtype
@@ -498,11 +490,10 @@ class EarlyAttention:
 
         Over whole sequences the block gets a cache, which keeps its true keys and values.
         """
+        block.given, self._latest[block.kind] = (args, kwargs), block
         if block.checked and kwargs.get("past_key_values") is not None:  # most decode steps need no more
-            block.given, self._latest[block.kind] = (args, kwargs), block
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
-        block.given, self._latest[block.kind] = (args, kwargs), block
         call = block.call
         assert call is not None
         whole = call.kwargs.get("past_key_values") is None

@@ -122,7 +122,6 @@ _BASE: dict[str, tuple[Any, ...]] = {
     "ggml_tensor_overhead": (c_size_t,),
     "ggml_graph_overhead_custom": (c_size_t, c_size_t, c_bool),
     "ggml_new_tensor_1d": (c_void_p, c_void_p, c_int, c_int64),
-    "ggml_new_tensor_2d": (c_void_p, c_void_p, c_int, c_int64, c_int64),
     "ggml_new_tensor_3d": (c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64),
     "ggml_view_3d": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t),
     "ggml_nbytes": (c_size_t, c_void_p),

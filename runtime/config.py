@@ -44,8 +44,12 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-def size_bytes(memory: str | int) -> int:
+def size_bytes(memory: str | int, name: str = "memory=") -> int:
     """Return the bytes of a size: a number, or text such as `2GB` or `512MiB`.
+
+    Args:
+        memory: the size.
+        name: what errors have before it.
 
     Raises:
         ExpertcastError: other text.
@@ -58,7 +62,7 @@ def size_bytes(memory: str | int) -> int:
             raise ValueError
         return int(float(match[1]) * _UNITS[match[2]])
     except (ValueError, KeyError, OverflowError):
-        raise ExpertcastError(f"memory={memory!r} is no size: give bytes, or text such as '2GB' or '512MiB'") from None
+        raise ExpertcastError(f"{name}{memory!r} is no size: give bytes, or text such as '2GB' or '512MiB'") from None
 
 
 def pool_bytes(text: str) -> dict[State, int]:
@@ -76,12 +80,7 @@ def pool_bytes(text: str) -> dict[State, int]:
                 f"pools={text!r}: give one size for each state, of C (compressed), S (signs and mantissas) and E "
                 "(exponents), such as 'C=2GB,E=300MB'"
             )
-        try:
-            found[state] = size_bytes(size)
-        except ExpertcastError:
-            raise ExpertcastError(
-                f"pools={text!r}: {size!r} is no size: give bytes, or text such as '2GB' or '512MiB'"
-            ) from None
+        found[state] = size_bytes(size, f"pools={text!r}: ")
     return found
 
 

@@ -334,7 +334,22 @@ def run(module: NetworkTraining, data: TrainingData, source: TraceSource, option
         Progress(f"training {name}", total=module.steps, unit="step", initial=begin, shown=options.progress) as bar,
     ):
         logger = TensorBoardLogger(str(options.log_folder), name=name) if options.log_folder else None
-        trainer = _trainer(module, [stopping, ShowSteps(bar), KeepSignals(), *keeping], logger, states)
+        trainer = lightning.Trainer(
+            max_steps=module.steps,
+            max_epochs=-1,
+            val_check_interval=max(1, module.steps // ROUNDS),
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            gradient_clip_val=1.0,
+            log_every_n_steps=10,
+            logger=logger or False,
+            callbacks=[stopping, ShowSteps(bar), KeepSignals(), *keeping],
+            plugins=states,
+            enable_checkpointing=states is not None,
+            enable_model_summary=False,
+            enable_progress_bar=False,  # Lightning's bar counts epochs, the schedule counts steps
+            **_placement(module),
+        )
         try:
             trainer.fit(module, datamodule=data, ckpt_path=None if state is None else path, weights_only=True)
         except SystemExit as left:  # Lightning converts an interrupt into this
@@ -342,30 +357,6 @@ def run(module: NetworkTraining, data: TrainingData, source: TraceSource, option
                 raise left.__context__ from None
             raise
     module.to(device)  # Lightning leaves it on the CPU
-
-
-def _trainer(
-    module: NetworkTraining,
-    callbacks: list[Callback],
-    logger: TensorBoardLogger | None,
-    states: SealedCheckpoints | None,
-) -> lightning.Trainer:
-    return lightning.Trainer(
-        max_steps=module.steps,
-        max_epochs=-1,
-        val_check_interval=max(1, module.steps // ROUNDS),
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        gradient_clip_val=1.0,
-        log_every_n_steps=10,
-        logger=logger or False,
-        callbacks=callbacks,
-        plugins=states,
-        enable_checkpointing=states is not None,
-        enable_model_summary=False,
-        enable_progress_bar=False,  # Lightning's bar counts epochs, the schedule counts steps
-        **_placement(module),
-    )
 
 
 def fingerprint(identity: Json, source: TraceSource, options: FitOptions) -> str:

@@ -481,10 +481,6 @@ class Stage(Protocol):
         """See :meth:`Engine.run`."""
 
 
-def _ignore(_state: State, _layer: int) -> None:
-    """Do nothing; used without an observer."""
-
-
 _FEW_IDS = 512
 """Largest number of ids for which a list is faster than a table of all experts."""
 _FEW_TOKENS = 16
@@ -518,7 +514,7 @@ class Engine:
     ) -> None:  # fmt: skip
         shape = speculator.view.shape
         self.speculator, self.kernel, self.pool, self.view = speculator, kernel, pool, speculator.view
-        self._enter: Callable[[State, int], None] = _ignore if link.observer is None else link.observer.enter
+        self._enter: Callable[[State, int], None] = (lambda *_: None) if link.observer is None else link.observer.enter
         """Reports the compute stream's new state and layer to the observer."""
         self._experts = shape.experts
         self._pointers = [

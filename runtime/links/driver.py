@@ -116,11 +116,10 @@ def copy_seconds(driver: CudaDevice, size: int, *, rounds: int = 5, count: int =
 class Pending:
     """Values of a tensor in transfer to the host."""
 
-    __slots__ = ("_host", "_values", "_wait")
+    __slots__ = ("_host", "_wait")
 
     def __init__(self, host: Tensor, wait: Callable[[], None] | None = None) -> None:
         self._host, self._wait = host, wait
-        self._values: object = None
 
     def tensor(self) -> Tensor:
         """Return the values on the host, and block until they have arrived."""
@@ -131,11 +130,7 @@ class Pending:
 
     def tolist(self) -> Any:
         """Return the values as `Tensor.tolist()` does, and block until they have arrived."""
-        if self._values is None:
-            if self._wait is not None:
-                self._wait()
-            self._values = self._host.tolist()
-        return self._values
+        return self.tensor().tolist()
 
 
 class Readback:

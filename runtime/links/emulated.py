@@ -111,16 +111,14 @@ class EmulatedLink(Link):
 
     def _transfer(self, copy: Transfer, end: float) -> None:
         """Copy half of the block at once and half at the end, so that compute without a wait reads a torn block."""
-        half = len(self._source(copy)) // 2
+        source, target = self._source(copy), self._pool.block(copy.slot)
+        half = len(source) // 2
         begun = time.perf_counter()
-        self._move(copy, 0, half)
+        move(source, target, 0, half)
         self._sleep_until(end - (time.perf_counter() - begun))
-        self._move(copy, half)
+        move(source, target, half)
         if end - time.perf_counter() > _NEGLIGIBLE_S:
             self._sleep_until(end)
-
-    def _move(self, copy: Transfer, start: int, end: int | None = None) -> None:
-        move(self._source(copy), self._pool.block(copy.slot), start, end)
 
     def _sleep_until(self, deadline: float) -> None:
         """Sleep until `deadline`. While compute waits, busy-wait at the end: 10 us late instead of 60 and more."""
