@@ -533,13 +533,12 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
 
 def forms_noted(view: MoEView) -> list[Json]:
     """Return the forms by layer for trace.json; :func:`forms_in` reads them."""
-    found = [{name: own.form for name, own in packed_matrices(layer.experts).items()} for layer in view]
     return [
         {
-            name: {"pieces": [each._asdict() for each in form.pieces], "inputs": form.inputs}
-            for name, form in own.items()
+            name: {"pieces": [{"kind": kind, "outputs": rows} for kind, rows in own.form.pieces], "inputs": own.form.inputs}
+            for name, own in packed_matrices(layer.experts).items()
         }
-        for own in found
+        for layer in view
     ]
 
 
