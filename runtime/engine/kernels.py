@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,7 +158,16 @@ class SlotKernel:
             ids_TK: the experts that lie in these slots: they, not the slots, say in which order rows are computed.
             slots: `slots_TK` (flat) on the host, if it is known there: spares a CUDA device from being asked.
         """
-        return self._run(experts, hidden_TD, slots_TK, weights_TK, lambda: row_order(ids_TK), slots)
+        if self.by_expert(experts, slots_TK):
+            return run_experts(experts, hidden_TD, slots_TK, weights_TK, partial(row_order, ids_TK), slots)
+        own = experts.__dict__
+        before = own["num_experts"]
+        own["num_experts"] = count = len(own["_parameters"]["down_proj"])
+        try:
+            with over_slots(experts, count, slots_TK, slots) if self._grouped else nullcontext():
+                return self.forward(experts, hidden_TD, slots_TK, weights_TK)
+        finally:
+            own["num_experts"] = before
 
     def run_pairs(self, experts: nn.Module, hidden_TD: Tensor, top_k: int, pairs: Tensor, slots: Tensor) -> Tensor:
         """Some pairs' own expert output [pairs, D], not weighted: a part of a step that is done in chunks.
@@ -176,7 +186,7 @@ class SlotKernel:
             rows = hidden_TD.repeat_interleave(top_k, dim=0)
             of_rows = slots[:1].expand(len(rows)).index_put((pairs,), slots)
         ones = rows.new_ones(len(rows), 1)
-        output = self._run(experts, rows, of_rows.unsqueeze(-1), ones, lambda: torch.arange(len(rows)))
+        output = self.run(experts, rows, of_rows.unsqueeze(-1), ones, torch.arange(len(rows)))  # they are in order
         return output if grouped else output[pairs]
 
     def by_expert(self, experts: nn.Module, slots_TK: Tensor) -> bool:
@@ -190,26 +200,6 @@ class SlotKernel:
     @property
     def _grouped(self) -> bool:
         return self.forward is grouped_mm_experts_forward
-
-    def _run(
-        self,
-        experts: nn.Module,
-        hidden_TD: Tensor,
-        slots_TK: Tensor,
-        weights_TK: Tensor,
-        order: Callable[[], Tensor],
-        slots: Sequence[int] | None = None,
-    ) -> Tensor:
-        if self.by_expert(experts, slots_TK):
-            return run_experts(experts, hidden_TD, slots_TK, weights_TK, order, slots)
-        own = experts.__dict__
-        before = own["num_experts"]
-        own["num_experts"] = count = len(own["_parameters"]["down_proj"])
-        try:
-            with over_slots(experts, count, slots_TK, slots) if self._grouped else nullcontext():
-                return self.forward(experts, hidden_TD, slots_TK, weights_TK)
-        finally:
-            own["num_experts"] = before
 
 
 def kernel_name(model: PreTrainedModel) -> str:

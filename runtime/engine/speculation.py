@@ -6,8 +6,8 @@ K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -145,14 +145,12 @@ class Speculator:
         for rung in self.rungs:
             rung.prepare(self.view, self.ahead, self._check.wrong)
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
+    def following(self) -> AbstractContextManager[object]:
         """Follow the model's forwards in the context for early attention."""
-        with ExitStack() as stack:
-            if self.early is not None:
-                self.early.attach()
-                stack.callback(self.early.close)
-            yield
+        if self.early is None:
+            return nullcontext()
+        self.early.attach()
+        return closing(self.early)
 
     def start(self, fresh: bool, rung: int | None = -1) -> None:
         """Start a forward.
@@ -172,7 +170,10 @@ class Speculator:
     def executed(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         """Return (ids, weights) that the layer executes in place of its router's; None: the router's own."""
         if self._check.unseen:
-            self._see(call)
+            if call.layer in self._check.unseen:
+                self._check.see(call.layer, call.router_input_TD)
+            for layer in self._check.wrong:  # routers that do not follow their routing rule
+                self._forecasts.pop(layer, None)
         self._make_waiting(call.layer)
         forecast = self._forecasts.get(call.layer)
         if forecast is None or call.layer not in self.layers:
@@ -232,7 +233,9 @@ class Speculator:
         state, traced = self._state, self.rungs[rung]
         assert state is not None, "a forecast that is not due"
         if traced.predictor.uses_previous_token:
-            state.previous_logits_TLE = self._previous(call)
+            state.previous_logits_TLE = self.previous_logits_TLE
+            if self.previous_logits_TLE is None and self._memory is not None and call.tokens == 1:
+                state.previous_logits_TLE = self._memory.previous(call.sequences)
         return state, traced
 
     @torch.no_grad()
@@ -273,18 +276,6 @@ class Speculator:
         state.early_TD = _residual(self.early.attend_whole(layer, standing_TD), standing_TD, state)
         made = self.predictor.forecast(state, self.ahead)
         self._forecasts[made.layer] = made
-
-    def _see(self, call: RouterCall) -> None:
-        """Exclude a layer from forecasts whose router does not follow its routing rule."""
-        if call.layer in self._check.unseen:
-            self._check.see(call.layer, call.router_input_TD)
-        for layer in self._check.wrong:
-            self._forecasts.pop(layer, None)
-
-    def _previous(self, call: RouterCall) -> Tensor | None:
-        if self.previous_logits_TLE is not None:
-            return self.previous_logits_TLE
-        return self._memory.previous(call.sequences) if self._memory is not None and call.tokens == 1 else None
 
 
 def _residual(found_TD: Tensor | None, standing_TD: Tensor, state: RouterState) -> Tensor:

@@ -6,9 +6,9 @@ hidden size, E routed experts per layer, K experts per token, S slots, G groups 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 
@@ -22,7 +22,7 @@ from expertcast.data.machine import run_alone, usable_processors
 from expertcast.data.packed_experts import expanded_experts, packed_matrices, run_experts
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, experts_digest
-from expertcast.runtime.engine.engine import Engine
+from expertcast.runtime.engine.engine import Engine, row_order
 from expertcast.runtime.engine.kernels import SlotKernel
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.policies import CacheShape, Policies
@@ -63,24 +63,25 @@ class SlotExperts:
         tokens = max(0, self._room - beside) // (captured + self._each)
         return max(1, min(tokens, MOST_TOKENS) // window)
 
-    @contextmanager
-    def answered(self, answers: Mapping[nn.Module, Answer]) -> Iterator[None]:
+    def answered(self, answers: Mapping[nn.Module, Answer]) -> AbstractContextManager[object]:
         """
         Raises:
             ExpertcastError: the offload cannot run whole texts.
         """
-        with self._engine.drafting(_Stage(self._texts, answers)):
-            yield
+        return self._engine.drafting(_Stage(self._texts, answers))
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        with self.answered({}):
-            yield
+    def reading(self) -> AbstractContextManager[object]:
+        return self.answered({})
 
     def run(
         self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, inner: Inner | None = None
     ) -> Tensor:
-        return self._texts.run_seen(layer, hidden_TD, ids_TK, weights_TK, inner)
+        texts = self._texts
+        texts.seen.inner = inner
+        try:
+            return texts.run(layer, hidden_TD, ids_TK, weights_TK)
+        finally:
+            texts.seen.inner = None
 
     def weights(self, layer: MoELayer, *names: str) -> Iterator[Mapping[str, Tensor]]:
         store, first = self._store, layer.index * layer.num_experts
@@ -119,9 +120,10 @@ class _TextEngine(Engine):
             CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=pool.count)
         )
         policies.eviction = residency.eviction
-        self._seen = _SeenKernel(pool, view.shape.experts)
+        self.seen = _SeenKernel(pool, view.shape.experts)
+        """Its `inner` receives the inner activations of every kernel call."""
         super().__init__(
-            link=residency.link, pool=pool, speculator=Speculator(view, None), policies=policies, kernel=self._seen,
+            link=residency.link, pool=pool, speculator=Speculator(view, None), policies=policies, kernel=self.seen,
             residency=residency,
         )  # fmt: skip
         self.flow.most = view.shape.experts // 2
@@ -137,16 +139,6 @@ class _TextEngine(Engine):
         self.flow.finish(layer.index)
         return super().run(layer, hidden_TD, ids_TK, weights_TK)
 
-    def run_seen(
-        self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, inner: Inner | None
-    ) -> Tensor:
-        """Run as :meth:`run`; `inner` receives the inner activations of every kernel call."""
-        self._seen.inner = inner
-        try:
-            return self.run(layer, hidden_TD, ids_TK, weights_TK)
-        finally:
-            self._seen.inner = None
-
 
 class _SeenKernel(SlotKernel):
     """transformers' grouped kernel over slots, with access to its inner activations.
@@ -160,14 +152,14 @@ class _SeenKernel(SlotKernel):
         self._pool, self._experts = pool, experts
         self.inner: Inner | None = None
 
-    def _run(
-        self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, order: Callable[[], Tensor],
+    def run(
+        self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor,
         slots: Sequence[int] | None = None,
     ) -> Tensor:  # fmt: skip
         inner = self.inner
         if inner is None:
-            return super()._run(experts, hidden_TD, slots_TK, weights_TK, order, slots)
-        order_P, slots_P, by_expert = order(), slots_TK.reshape(-1), self.by_expert(experts, slots_TK)
+            return super().run(experts, hidden_TD, slots_TK, weights_TK, ids_TK, slots)
+        order_P, slots_P, by_expert = row_order(ids_TK), slots_TK.reshape(-1), self.by_expert(experts, slots_TK)
         rows_P = slots_P[order_P] if by_expert else slots_P.sort().values
         found, count_G = rows_P.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
         keys = [self._pool.key_of(slot) for slot in found.tolist()]
@@ -175,7 +167,7 @@ class _SeenKernel(SlotKernel):
         with inner_activations(experts, lambda inner_SI: inner(inner_SI, expert_G, count_G)):
             if by_expert:
                 return run_experts(experts, hidden_TD, slots_TK, weights_TK, lambda: order_P, grouped=True)
-            return super()._run(experts, hidden_TD, slots_TK, weights_TK, lambda: order_P, slots)
+            return super().run(experts, hidden_TD, slots_TK, weights_TK, ids_TK, slots)
 
 
 class _Stage:

@@ -9,9 +9,8 @@ E routed experts per layer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 
@@ -305,16 +304,14 @@ class ExpertSources:
         return self.convert(group, experts, read)
 
 
-@contextmanager
-def _converters() -> Iterator[ThreadPoolExecutor]:
-    """Yield a thread pool that runs torch without gradients, and with one thread per operation: these are short."""
+def _converters() -> ThreadPoolExecutor:
+    """Return a thread pool that runs torch without gradients, and with one thread per operation: these are short."""
 
     def start() -> None:
         run_alone()
         torch.set_grad_enabled(False)  # holds for one thread
 
-    with ThreadPoolExecutor(min(_MOST_READERS, usable_processors()), initializer=start) as pool:
-        yield pool
+    return ThreadPoolExecutor(min(_MOST_READERS, usable_processors()), initializer=start)
 
 
 def _run_converter(
