@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
 from expertcast.data.machine import one_row, without_onednn
-from expertcast.predictors.view import Functions
+from expertcast.predictors.view import Functions, untraced
 
 Tensors = tuple[Tensor, ...]
 Program = Callable[..., Tensors]
@@ -102,12 +102,8 @@ class _Sizes(Functions):
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if func is not Tensor.size and getattr(func, "__self__", None) is not Tensor.shape:
             return func(*args, **kwargs)
-        tracing = torch._C._get_tracing_state()
-        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-        try:
+        with untraced():
             sizes = func(*args, **kwargs)
-        finally:
-            torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
         if not any(size in self._lengths for size in (sizes if isinstance(sizes, tuple) else (sizes,))):
             return sizes
         followed = func(*args, **kwargs)

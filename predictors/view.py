@@ -11,6 +11,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -314,6 +315,17 @@ def routes_by_logits(view: MoEView) -> bool:
     return True
 
 
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Keep operations out of a trace that is being recorded."""
+    tracing = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+
+
 class Functions(TorchFunctionMode):
     """A context in which :meth:`run` is called in place of torch's functions."""
 
@@ -402,13 +414,8 @@ def _logits_of(layer: MoELayer) -> _MadeLogits:
     key = (weight.device, weight.dtype, placeholder_1D.dtype, layer.router.training)
     known = _MADE.setdefault(layer.router, {})
     if key not in known:
-        tracing = torch._C._get_tracing_state()
-        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # keep this run out of a trace being recorded
-        try:
-            with torch.no_grad(), _Watched() as watched:
-                logits_TE = layer.routed(placeholder_1D)[0]
-        finally:
-            torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+        with untraced(), torch.no_grad(), _Watched() as watched:
+            logits_TE = layer.routed(placeholder_1D)[0]
         made = [number for number, result in enumerate(watched.results) if result is logits_TE]
         if not made:
             raise ExpertcastError(
