@@ -117,18 +117,20 @@ class ExpertSums:
                 self._inner_EYI = torch.from_numpy(np.memmap(file, np.float32, "w+", shape=size))
         self._shared_YD = torch.zeros(wide, layer.hidden_size, device=device)
 
-    @property
-    def lacks_directions(self) -> bool:
-        """Whether directions must be chosen before :meth:`add`."""
-        return self._basis is None and self._rank > 0
-
     def choose_among(self, moments: Moments) -> None:
         """Choose the summed directions: those of the largest variance in `moments`."""
         mean_D, directions_DB = moments.principal(len(self._token_YY) - 1)
         self._basis = mean_D @ directions_DB, directions_DB
 
     def add(self, hidden_TD: Tensor, ids_TK: Tensor) -> _Rows:
-        """Add the layer's inputs and routing of one batch; returns an observer of the inner activations."""
+        """Add the layer's inputs and routing of one batch; returns an observer of the inner activations.
+
+        The first batch chooses the directions if :meth:`choose_among` has not.
+        """
+        if self._basis is None and self._rank > 0:
+            moments = Moments()
+            moments.add(hidden_TD)
+            self.choose_among(moments)
         y_TY = self._y(hidden_TD)
         self._token_YY += y_TY.T @ y_TY
         return _Rows(self, y_TY, ids_TK)
@@ -248,6 +250,10 @@ Outputs: TypeAlias = Callable[[MoELayer, Tensor], LayerOutput]
 """Known outputs of the routed experts in one forward, by layer and tokens [T, D]."""
 
 
+_KEPT = "experts-{:05d}.safetensors"
+"""Name of the file of a batch, by its number."""
+
+
 class KeptOutputs:
     """One file of experts' outputs per batch, written and read by this process; a changed file is ignored.
 
@@ -279,14 +285,14 @@ class KeptOutputs:
 
     def write(self, number: int, batch: WindowBatch, outputs: Mapping[int, LayerOutput]) -> None:
         """Write the `outputs` of a batch, by layer."""
-        path = self.make_folder() / self._name(number)
+        path = self.make_folder() / _KEPT.format(number)
         named = {f"{layer}.{name}": each for layer, own in outputs.items() for name, each in own.tensors().items()}
         save_file({name: each.contiguous() for name, each in named.items()}, path)
         self._written[number] = _identity(batch), file_digest(path)
 
     def of(self, number: int, batch: WindowBatch) -> Outputs | None:
         """Return the outputs of a batch, None if there are none."""
-        path = self._folder / self._name(number)
+        path = self._folder / _KEPT.format(number)
         found = path.is_file() and self._written.get(number) == (_identity(batch), file_digest(path))
         return partial(_read, safe_open(path, framework="pt")) if found else None
 
@@ -294,10 +300,6 @@ class KeptOutputs:
         """Return the folder, created if missing."""
         self._folder.mkdir(exist_ok=True)
         return self._folder
-
-    @staticmethod
-    def _name(number: int) -> str:
-        return f"experts-{number:05d}.safetensors"
 
 
 def _read(file: Any, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput:
@@ -436,10 +438,6 @@ class _Look(ShownExperts):
         if isinstance(sums, Moments):
             sums.add(hidden_TD)
             return self._experts.run(layer, hidden_TD, ids_TK, weights_TK)
-        if sums.lacks_directions:
-            moments = Moments()
-            moments.add(hidden_TD)
-            sums.choose_among(moments)
         rows = sums.add(hidden_TD, ids_TK)
         if self.outputs is None:
             return self._experts.run(layer, hidden_TD, ids_TK, weights_TK, rows)

@@ -396,7 +396,7 @@ class TraceDataset(TraceSource):
         path = self.folder / layout.DEFAULTS_FILE
         self._check(layout.DEFAULTS_FILE)
         tensors, _ = read_tensors(path, DefaultVectors.of_shape(self._shape).as_tensors(), REMEDY)
-        defaults = DefaultVectors.from_tensors(tensors)
+        defaults = DefaultVectors(**{**tensors, "token_count": int(tensors["token_count"])})  # type: ignore[arg-type]
         count_LE, tokens = defaults.count_LE, self.info["splits"]["train"]
         if defaults.token_count != tokens or int(count_LE.min()) < 0 or int(count_LE.max()) > tokens:
             raise ExpertcastError(f"{path} does not match the {tokens} tokens of the train split; {REMEDY}")

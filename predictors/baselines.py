@@ -175,11 +175,6 @@ class DefaultVectors:
                 token_count=0,
             )
 
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> DefaultVectors:
-        """Create from the result of :meth:`as_tensors`."""
-        return cls(**{**tensors, "token_count": int(tensors["token_count"])})  # type: ignore[arg-type]
-
 
 class QuasiInput(Predictor):
     """Base of the predictors that read q_l; holds the default vectors in fp32."""

@@ -128,11 +128,10 @@ class Hybrid(Predictor):
         names = [name for name in config.candidates if name in kept]
         self.members = nn.ModuleDict({name: _member(name, config, shape) for name in names})
         self._share()
-        self.uses_previous_token = any(self.member(name).uses_previous_token for name in names)
-        self.uses_early = any(self.member(name).uses_early for name in names)
-        self.reads_residual = any(self.member(name).reads_residual for name in names)
-        self.reads_routing = any(self.member(name).reads_routing for name in names)
-        self.traceable = all(self.member(name).traceable for name in names)
+        members = [self.member(name) for name in names]
+        for flag in ("uses_previous_token", "uses_early", "reads_residual", "reads_routing"):
+            setattr(self, flag, any(getattr(member, flag) for member in members))
+        self.traceable = all(member.traceable for member in members)
 
     def member(self, name: str) -> Predictor:
         """Return a member by its registry name."""

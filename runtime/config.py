@@ -549,7 +549,13 @@ def make_link(config: OffloadConfig, device: str) -> Link:
 
         return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
     if link == "disk" and not latency:
-        return _disk_link(config, device)
+        if device == "cuda":
+            from expertcast.runtime.links.disk_cuda import CudaDiskLink
+
+            return CudaDiskLink(bandwidth=bandwidth)
+        from expertcast.runtime.links.disk import DiskLink
+
+        return DiskLink(bandwidth=bandwidth, pools=pool_bytes(config.pools), passing=1 if config.on_demand else 2)
     if link == "cuda" and device != "cuda":
         raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
     if bandwidth is not None or latency:
@@ -572,16 +578,6 @@ def _auto_link(config: OffloadConfig, device: str) -> str:
     if device == "cuda":
         return "cuda"
     return "emulated" if timed else "instant"
-
-
-def _disk_link(config: OffloadConfig, device: str) -> Link:
-    if device == "cuda":
-        from expertcast.runtime.links.disk_cuda import CudaDiskLink
-
-        return CudaDiskLink(bandwidth=config.bandwidth)
-    from expertcast.runtime.links.disk import DiskLink
-
-    return DiskLink(bandwidth=config.bandwidth, pools=pool_bytes(config.pools), passing=1 if config.on_demand else 2)
 
 
 def make_store(

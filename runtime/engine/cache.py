@@ -65,8 +65,6 @@ class Window:
 
     def victim(self, layers: Iterable[int], held: Container[int], protected: Container[int]) -> int | None:
         """Return a held, unprotected expert of the first possible of these layers; None: there is none."""
-        if not self.keys:
-            return None
         for layer in layers:
             for key in self._by_layer[layer]:
                 if key in held and key not in protected:
@@ -224,9 +222,6 @@ class ExpertCache:
             held.clear()
         self.window.clear()
 
-    def _victim(self, layer: int, protected: Container[int]) -> int | None:
-        return self.eviction.victim(layer, protected, self._slots)
-
     def start_pass(self, fresh: bool) -> None:
         """Start a forward pass; `fresh`: of new sequences."""
         self._evicted.clear()
@@ -377,7 +372,7 @@ class ExpertCache:
         """Evict experts in the policy's order, except those in `keep`, until `count` slots are free for the layer."""
         protected = _Union(self.running, self._forecast_keys, self.copies, keep)
         while self.free(layer) < count:
-            victim = self._victim(layer, protected)
+            victim = self.eviction.victim(layer, protected, self._slots)
             if victim is None:
                 return
             self._evict(victim)
@@ -442,9 +437,9 @@ class ExpertCache:
             own = self._group_of[key // self.experts] == group
             if own and key not in self.running and self._cancel(key):
                 return
-        victim = self._victim(layer, self._demand_protected)
+        victim = self.eviction.victim(layer, self._demand_protected, self._slots)
         if victim is None:
-            victim = self._victim(layer, self.running)
+            victim = self.eviction.victim(layer, self.running, self._slots)
             if victim is None:
                 raise ExpertcastError(
                     f"eviction policy {self._policies[layer].name!r} gives no victim for layer {layer}, and not all "

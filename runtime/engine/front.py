@@ -44,12 +44,6 @@ _RUNNING: WeakKeyDictionary[nn.Module, tuple[ref[Engine], int]] = WeakKeyDiction
 """Offloaded experts modules with their layer. The model's hooks keep the engine alive."""
 
 
-def attach(engine: Engine, layer: MoELayer) -> None:
-    """Run a layer's experts from an engine's slots."""
-    engine.attach(layer)
-    _RUNNING[layer.experts] = (ref(engine), layer.index)
-
-
 def detach(layer: MoELayer) -> None:
     """Stop running a layer's experts from slots; the caller restores the parameters."""
     _RUNNING.pop(layer.experts, None)
@@ -317,7 +311,8 @@ def run_from_slots(
     view = engine.view
     for layer in view:
         undo.callback(detach, layer)
-        attach(engine, layer)
+        engine.attach(layer)
+        _RUNNING[layer.experts] = (ref(engine), layer.index)
     undo.enter_context(weights_guarded(model, view))
     guard = ForwardGuard(model.base_model, view)
     undo.callback(guard.close)

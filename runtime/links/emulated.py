@@ -105,7 +105,8 @@ class EmulatedLink(Link):
             self._thread = None
 
     def _work(self) -> None:
-        _fine_timer()
+        if sys.platform == "linux":  # it then wakes this thread within a microsecond of its deadline
+            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
         while (copy := self._queue.take()) is not None:
             self._run(copy)
 
@@ -127,12 +128,6 @@ class EmulatedLink(Link):
                 time.sleep(left - _SPIN_S)
             else:
                 time.sleep(0 if self._awaited else left)
-
-
-def _fine_timer() -> None:
-    """Let Linux wake this thread within a microsecond of its deadline. Other systems keep their default."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 def move(source: Tensor, target: Tensor, start: int, end: int | None = None) -> None:

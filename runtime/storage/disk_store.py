@@ -108,9 +108,6 @@ class DiskStore(ExpertStore):
             raise StaleFileError("its experts have another size or were packed in another form (--experts)")
         if file.header != self._header:
             raise StaleFileError(f"it was written from other weights, of {file.header.model_id!r}")
-        self._use(file)
-
-    def _use(self, file: ExpertFile) -> None:
         self._file, self.path = file, file.path
 
     def read_in_place(self, experts: ExpertsInPlace) -> None:
@@ -179,8 +176,8 @@ class DiskStore(ExpertStore):
     def finish(self) -> None:
         """Complete the file and open it."""
         assert self._writer is not None
-        complete, self._writer = self._writer.commit(), None
-        self._use(complete)
+        self._file, self._writer = self._writer.commit(), None
+        self.path = self._file.path
 
     def block(self, key: int) -> Tensor:
         """Return the bytes of one expert that its layer uses, uint8, read and decoded now in this thread."""
