@@ -533,12 +533,13 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
 
 def forms_noted(view: MoEView) -> list[Json]:
     """Return the forms by layer for trace.json; :func:`forms_in` reads them."""
+    found = [{name: own.form for name, own in packed_matrices(layer.experts).items()} for layer in view]
     return [
         {
-            name: {"pieces": [{"kind": kind, "outputs": rows} for kind, rows in own.form.pieces], "inputs": own.form.inputs}
-            for name, own in packed_matrices(layer.experts).items()
+            name: {"pieces": [{"kind": kind, "outputs": rows} for kind, rows in form.pieces], "inputs": form.inputs}
+            for name, form in own.items()
         }
-        for layer in view
+        for own in found
     ]
 
 
