@@ -363,16 +363,17 @@ def _from_table(path: Path, experts: int | None) -> Routing:
     prompt = _whole(path, table, "prefill") if "prefill" in names else np.zeros_like(token)
     tokens, row = np.unique(token, return_inverse=True)
     layers: Sequence[int] | Ids = range(int(layer.max()) + 1)
+    column = layer
     if _RECORDS in (table.schema.metadata or {}):
-        layers, layer = np.unique(layer, return_inverse=True)
+        layers, column = np.unique(layer, return_inverse=True)
     shape = (len(tokens), len(layers), int(rank.max()) + 1)
     if shape[0] * shape[1] * shape[2] > _SPARSE * table.num_rows:
         raise ExpertcastError(
             f"{path}: layers up to {layers[-1]} and ranks up to {rank.max()} in {table.num_rows} rows: number both "
             "from 0 without gaps"
         )
-    place = (row * shape[1] + layer) * shape[2] + rank
-    _check_places(path, place, token, layers, layer, rank)
+    place = (row * shape[1] + column) * shape[2] + rank
+    _check_places(path, place, token, layer, rank)
     ids_TLK = np.full(shape, ABSENT, dtype=np.int64)
     ids_TLK.reshape(-1)[place] = expert
     _check_ranks(path, ids_TLK, (tokens, layers, range(shape[2])))
@@ -402,16 +403,14 @@ def _whole(path: Path, table: pyarrow.Table, name: str) -> Column:
     raise ExpertcastError(f"{path}: {place}, column {name} is {cell}: use a non-negative integer in every row")
 
 
-def _check_places(
-    path: Path, place: Column, token: Column, layers: Sequence[int] | Ids, layer: Column, rank: Column
-) -> None:
+def _check_places(path: Path, place: Column, token: Column, layer: Column, rank: Column) -> None:
     order = np.argsort(place, kind="stable")
     same = np.flatnonzero(np.diff(place[order]) == 0)
     if len(same):
         first = order[same[0]]
         raise ExpertcastError(
-            f"{path}: token {token[first]}, layer {layers[layer[first]]} has rank {rank[first]} twice: list each rank "
-            "once; number the tokens of separate recordings consecutively"
+            f"{path}: token {token[first]}, layer {layer[first]} has rank {rank[first]} twice: list each rank once; "
+            "number the tokens of separate recordings consecutively"
         )
 
 
