@@ -370,20 +370,32 @@ class _Team:
         """Mean per weight with all threads and with one; 0: not tried yet."""
         self._since = 0.0
         """Seconds of products since the slower number was tried."""
+        self._failed = 0
+        """Trials of that number."""
 
     def alone(self, work: int) -> bool:
-        """Return whether the next product, of so many weights, runs on one thread."""
+        """Return whether the next product, of so many weights, runs on one thread.
+
+        A trial is expected to take as long as its mean, but at first at most twice as long as the other number: the
+        mean may be of a product that stood still, such as beside the reads of a prompt.
+        """
         all_threads, one = self._seconds
+        if not (all_threads and one):
+            return not one
         slower = one > all_threads
-        trial = self._since * _TRIED > abs(one - all_threads) * work
+        longer = min(abs(one - all_threads), min(one, all_threads) * 2.0 ** min(self._failed, 30))
+        trial = self._since * _TRIED > longer * work
         return slower == trial
 
     def took(self, alone: bool, seconds: float, work: int) -> None:
         """Count a product."""
-        mean, other = self._seconds[alone], self._seconds[not alone]
-        weight = 1 if not mean else _LATEST_TRIED if mean > other else _LATEST
-        self._seconds[alone] += (seconds / work - mean) * weight
-        self._since = 0.0 if mean > other else self._since + seconds
+        latest, mean, other = seconds / work, self._seconds[alone], self._seconds[not alone]
+        trial = mean > other > 0
+        won = trial and latest < other
+        self._seconds[alone] += (latest - mean) * (1 if won or not mean else _LATEST_TRIED if trial else _LATEST)
+        self._since = 0.0 if trial else self._since + seconds
+        changed = (self._seconds[alone] > other > 0) != trial
+        self._failed = 0 if changed else self._failed + trial
 
 
 class _Backend:

@@ -83,6 +83,19 @@ def test_a_product_runs_on_the_faster_number_of_threads() -> None:
         assert tried * abs(seconds[True] - seconds[False]) <= 2.0 * 0.025
 
 
+def test_one_product_that_stands_still_does_not_decide_for_long() -> None:
+    """Threads that wait for each other take milliseconds in place of a tenth of one: the first time, and later."""
+    team, work, quiet = ggml._Team(), 1 << 20, {True: 0.00005, False: 0.00003}
+    for _ in range(3):
+        alone = team.alone(work)
+        team.took(alone, quiet[alone] if alone else 0.01, work)
+        found = list[bool]()
+        for _ in range(200):
+            found.append(team.alone(work))
+            team.took(found[-1], quiet[found[-1]], work)
+        assert found[100:].count(True) <= 5
+
+
 @pytest.mark.parametrize("kind", ggml.TYPES)
 def test_products_are_those_of_the_dequantised_weights(kind: str) -> None:
     """Within the rounding of inputs to 8 bits; expanded weights exactly, as gguf has them."""
