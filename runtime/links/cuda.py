@@ -89,7 +89,8 @@ class CudaLink(Link):
 
     def send(self, values: Sequence[int]) -> Sent:
         device = self._device
-        sent = device.send(torch.frombuffer(array("q", values), dtype=torch.int64), self._stream)
+        given = torch.frombuffer(array("q", values or [0]), dtype=torch.int64)[: len(values)]
+        sent = device.send(given, self._stream)
         self._number += 1
         return Sent(sent, partial(self._wait_event, device.record(self._stream), self._number))
 
