@@ -182,7 +182,8 @@ def read_routing(path: Path | str, *, experts: int | None = None) -> Routing:
     """
     path = Path(path)
     if not path.is_file():
-        raise ExpertcastError(f"{path} is no file: give a routing file ({', '.join(SUFFIXES)})")
+        found = "is a folder" if path.is_dir() else "no such file"
+        raise ExpertcastError(f"{path}: {found}; give a routing file ({', '.join(SUFFIXES)})")
     if path.suffix.lower() in (".npy", ".npz"):
         return _from_arrays(path, experts)
     return _from_table(path, experts)

@@ -322,5 +322,5 @@ def test_damaged_bytes(tmp_path: Path) -> None:
             assert line is None or "\n" not in line
             refused += line is not None
     assert refused > 80
-    with pytest.raises(ExpertcastError, match=r"none.csv is no file: give a routing file"):
+    with pytest.raises(ExpertcastError, match=r"none.csv: no such file; give a routing file"):
         read_routing(tmp_path / "none.csv")

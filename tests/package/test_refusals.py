@@ -93,7 +93,10 @@ REFUSED = [
     ("bench reference --link cuda --device cpu", "--link cuda"),
     ("bench reference --new-tokens 1", "new_tokens=1"),
     ("bench reference --policies eviction=lri", "'lri'"),
-    ("advise reference --store-folder {new} --replay no/routing.csv", "no/routing.csv is no file: give a routing file"),
+    (
+        "advise reference --store-folder {new} --replay no/routing.csv",
+        "no/routing.csv: no such file; give a routing file",
+    ),
     ("advise reference --save {tmp}/no/offload.json", "there is no folder"),
     (f"{DISK} --link instant --predictor next_norm", "--link, --predictor: not read by --store-folder"),
     (DISK, "experts.safetensors"),

@@ -190,10 +190,12 @@ class _Unreliable(EmulatedLink):
         self.submitting = submitting
         self.fails = RaiseAt(0, OSError("bus error"))
 
-    def _move(self, copy: Transfer, start: int, end: int | None = None) -> None:
+    def _transfer(self, copy: Transfer, end: float) -> None:
         if not self.submitting:
             self.fails()
-        super()._move(copy, start, end)
+        super()._transfer(copy, end)
+        if not self.submitting:
+            self.fails()
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
         if self.submitting:

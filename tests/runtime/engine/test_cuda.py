@@ -14,7 +14,7 @@ from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm
 
 from expertcast import offload
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.runtime.engine.kernels import _MOST_GROUPS, SlotKernel, _ranges, has_persistent_grouped_mm
+from expertcast.runtime.engine.kernels import _MOST_GROUPS, SlotKernel, _SlotRanges, has_persistent_grouped_mm
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.links.cuda_helpers import MARKS, cuda_model, prompt
 
@@ -156,7 +156,9 @@ def test_ranges(rows: int) -> None:
     expected = functional.grouped_mm(rows_PD, weight_EDF, offs=_ends(expert_P, EXPERTS))
     for slots in (_MOST_GROUPS, _MOST_GROUPS + 1, 3000):
         weight_SDF, ends_S = _in_slots(weight_EDF, expert_P, slots)
-        assert torch.equal(_ranges(functional.grouped_mm, rows_PD, weight_SDF, ends_S), expected)
+        with _SlotRanges():
+            found = functional.grouped_mm(rows_PD, weight_SDF, offs=ends_S)
+        assert torch.equal(found, expected)
 
 
 @torch.no_grad()
