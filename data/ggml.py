@@ -723,11 +723,11 @@ def product(
 
     if not (len(rows) and top_k and last.outputs and matrices.experts):
         return torch.empty(len(rows), top_k, last.outputs, dtype=torch.float32)
+    rows = rows.detach() if rows.requires_grad else rows
     if ids is None and matrices.interleaved and len(rows) >= AT_ONCE:
         key = "rows", *matrices._replace(address=0, experts=1, stride=0), len(rows)
         many = kept(key, lambda: _Rows(matrices.at(0), len(rows)))
-        return many.multiply(matrices.address, rows.detach().squeeze(1)).unsqueeze(1)
-    rows = rows.detach() if rows.requires_grad else rows
+        return many.multiply(matrices.address, rows.squeeze(1)).unsqueeze(1)
     return kept((matrices, down, rows.shape, top_k, ids is None), made).multiply(rows, ids, numbers)
 
 
