@@ -212,12 +212,11 @@ class Terminal:
         os.write(self._own, text.encode())
 
     def interrupt(self) -> None:
-        """Press Ctrl-C at the prompt until its line is dropped: `input` misses one between its prompt and its wait."""
-        while "\n" not in self._seen:
+        """Press Ctrl-C at the prompt until another follows: `input` misses one between its prompt and its wait."""
+        self.write("\3")
+        while not select.select([self._own], [], [], 10)[0]:
             self.write("\3")
-            if select.select([self._own], [], [], 10)[0]:
-                self._seen += os.read(self._own, 4096).decode().replace("\r", "")
-        self.until("\n")
+        self.until("\n> ")
 
 
 def test_chat_in_a_terminal(chatting: Path, tmp_path: Path, reference_tokenizer: Any) -> None:
@@ -252,6 +251,7 @@ def test_chat_in_a_terminal(chatting: Path, tmp_path: Path, reference_tokenizer:
         terminal.until("\n> ")
         terminal.interrupt()
         terminal.write("/reset\n")
+        terminal.until("/reset\n")  # the next prompt is the one after it
     terminal.until("> ")
     terminal.process.send_signal(signal.SIGTERM)
     terminal.until("expertcast: interrupted")
