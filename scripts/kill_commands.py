@@ -4,8 +4,9 @@
 
 Commands run in forks of this process on small artefacts (see `mutate_artefacts.py`). Three conditions are checked after
 each fault: the command prints one line, or nothing if it was killed; its leftover files are correct or refused in one
-line; and the same command, run again, ends with the result of an undisturbed run and with no other files. A command
-that gets SIGTERM or SIGINT before its end has the exit status 143 or 130.
+line; and the same command, run again, ends with the result of an undisturbed run and with no other files. Of two at
+once one is killed as well: the other ends with the right result, or is refused in one line. A command that gets SIGTERM
+or SIGINT before its end has the exit status 143 or 130.
 """
 
 from __future__ import annotations
@@ -142,33 +143,50 @@ class Trials:
                     continue
                 ended = fault_trials.run(self._work(command, mounted), self.notes, LIMITS)
                 yield row(f"{size} bytes left on the disk", 0.0, one_line(ended), again=False)
-        for after in (0.0, 0.3 * seconds):
-            ends = self._two_at_once(command, self._fresh(name), after)
+        pairs: list[tuple[float, float | None]] = [(0.0, None), (0.3 * seconds, None)]
+        pairs += [(rng.uniform(0.0, seconds), rng.uniform(0.1, 1.1) * seconds) for _ in range(kills)]
+        for after, killed in pairs:
+            ends = self._two_at_once(command, self._fresh(name), after, killed, rng.randrange(2))
             found = next(filter(None, map(one_line, ends)), None)
-            if all(ended.status for ended in ends):
-                found = "neither ended: " + " | ".join(ended.err[-300:] for ended in ends)
-            yield row("two at once", after, found)
+            if all(ended.status for ended in ends):  # a second collection or training is refused, a second store never
+                refused = "none ended: " + " | ".join(ended.err[-300:] for ended in ends)
+                found = refused if killed is None or command.opens == STORE else found
+            elif self._given() != (right[0][0] if command.opens else right[0]):
+                found = "another result of the one that ended"
+            yield row("two at once" if killed is None else "two at once, one killed", after, found)
 
-    def _two_at_once(self, command: Command, out: Path, after: float) -> list[Ended]:
-        waits = []
-        for name in ("one", "other"):
+    def _two_at_once(self, command: Command, out: Path, after: float, killed: float | None, which: int) -> list[Ended]:
+        """Run a command twice, the second `after` seconds later; kill one of them `killed` seconds after that.
+
+        Returns:
+            How those that were not killed ended.
+        """
+        forks = []
+        for name, pause in (("one", after), ("other", killed or 0.0)):
             folder = self.notes / name
             folder.mkdir(exist_ok=True)
-            waits.append(fault_trials.start(self._work(command, out, notes=folder), folder, LIMITS)[0])
-            time.sleep(after)
-        return [wait() for wait in waits]
+            forks.append(fault_trials.start(self._work(command, out), folder, LIMITS))
+            time.sleep(pause)
+        if killed is not None:
+            wait, child = forks.pop(which)
+            os.kill(child, signal.SIGKILL)
+            wait()
+        return [wait() for wait, _ in forks]
 
-    def _work(self, command: Command, out: Path, notes: Path | None = None) -> Callable[[], int]:
+    def _work(self, command: Command, out: Path) -> Callable[[], int]:
         """Return the function of a fork, which runs the command and writes its result."""
-        result = (notes or self.notes) / _RESULT
-        result.unlink(missing_ok=True)
 
         def work() -> int:
             from expertcast.cli import main
 
-            return main([*command.words(self.made, out), "--json", str(result)])
+            return main([*command.words(self.made, out), "--json", str(self.place / _RESULT)])
 
         return work
+
+    def _given(self) -> Any:
+        """Return the result that a command wrote, None if it writes none."""
+        found = self.place / _RESULT
+        return comparable(json.loads(found.read_text())) if found.is_file() else None
 
     def _result(self, name: str) -> tuple[Any, float]:
         """Run a command and open its artefact; return both results and the seconds."""
@@ -176,8 +194,7 @@ class Trials:
         ended = fault_trials.run(self._work(command, out), self.notes, LIMITS)
         if ended.status:
             raise RuntimeError(f"status {ended.status}: {ended.err[-1500:]}")
-        found = self.notes / _RESULT
-        given = comparable(json.loads(found.read_text())) if found.is_file() else None
+        given = self._given()
         if command.opens is None:
             return given, ended.seconds
         artefact = command.opens
