@@ -1,10 +1,11 @@
-"""The child's side of `children.run`. Standard library only: the interpreter of a peer has nothing else."""
+"""The child's side of `children.run`. It imports the standard library only: a peer's interpreter has nothing else."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,23 @@ def follow(
         "ttft_s": ttft_s, "prompt_bytes_read": prompt_bytes, "steps_s": steps_s, "tpot_s": statistics.median(steps_s),
         "bytes_read": (_bytes_read() - before) / timed, "largest": [token for _, token in steps],
     }  # fmt: skip
+
+
+def reader(model: Any, text: list[int]) -> Callable[[int, int], tuple[float, int]]:
+    """Return the `step` of :func:`follow` for a model of transformers and a text, with a cache of its own."""
+    import torch
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+
+    def step(first: int, last: int) -> tuple[float, int]:
+        start = time.perf_counter()
+        ids = torch.tensor([text[first:last]])
+        found = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        largest = int(found.logits[0, -1].argmax())
+        return time.perf_counter() - start, largest
+
+    return step
 
 
 def end(spec: dict[str, Any], found: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Runs a module in a child process with a memory limit, a disk-bandwidth limit and a cold page cache.
+"""Runs a module in a child process with a memory limit and a cold page cache.
 
-Both limits are control groups of version 1, created below this process's own group and removed afterwards. Without such
-groups, or without permission to create them, a run has no limits and its result says so.
+The limit is a control group of version 1, created below this process's own group and removed afterwards. Without such
+groups, or without permission to create them, a run has no limit and its result says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import TracebackType
 
 import psutil
 
-from benchmarks.conditions import ROOT, disk_of
+from benchmarks.conditions import ROOT
 from expertcast.predictors.messages import Json
 
 _PREFIX = "bench-"
@@ -29,18 +29,14 @@ _REMOVALS = 50
 
 
 class Cage:
-    """Control groups of one run, as a context manager.
+    """Control group of one run, as a context manager.
 
     Args:
         memory: memory limit in bytes; None: the memory is only counted.
-        folder: a folder on the disk to throttle.
     """
 
-    def __init__(self, memory: int | None, folder: Path) -> None:
-        self._memory, self._disk = _new_group("memory"), _new_group("blkio")
-        number = disk_of(folder) / "dev"
-        self._device = number.read_text().strip() if number.exists() else None
-        self.capped = False
+    def __init__(self, memory: int | None) -> None:
+        self._memory, self.capped = _new_group("memory"), False
         if self._memory is not None and memory is not None:
             self.capped = _try_write(self._memory / "memory.limit_in_bytes", str(memory))
             # swapped memory would not be counted
@@ -52,25 +48,17 @@ class Cage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for group in self._groups:
+        for group in self.groups:
             for _ in range(_REMOVALS):
                 with suppress(OSError):
-                    group.rmdir()
+                    os.rmdir(group)
                     break
                 time.sleep(0.1)
 
     @property
     def groups(self) -> list[str]:
-        """Folders of the groups; a process joins by writing to their `cgroup.procs`."""
-        return [str(group) for group in self._groups]
-
-    def throttle(self, rate: float) -> bool:
-        """Limit the disk to `rate` bytes per second from now on. Return False if that is not possible."""
-        return (
-            self._disk is not None
-            and self._device is not None
-            and _try_write(self._disk / "blkio.throttle.read_bps_device", f"{self._device} {int(rate)}")
-        )
+        """The group's folder, or none; a process joins by writing to its `cgroup.procs`."""
+        return [] if self._memory is None else [str(self._memory)]
 
     def forget_peak(self) -> None:
         """Reset the memory peak."""
@@ -83,10 +71,6 @@ class Cage:
         if self._memory is None:
             return None
         return int((self._memory / "memory.max_usage_in_bytes").read_text())
-
-    @property
-    def _groups(self) -> list[Path]:
-        return [group for group in (self._memory, self._disk) if group is not None]
 
 
 def drop_cached(folders: Iterable[Path]) -> None:
@@ -135,9 +119,7 @@ def run(
     module: str,
     spec: Json,
     *,
-    folder: Path,
     memory: int | None = None,
-    rate: float | None = None,
     cold: Iterable[Path] = (),
     python: str = sys.executable,
 ) -> Json:
@@ -146,18 +128,16 @@ def run(
     Args:
         module: name of the module.
         spec: input of the child, as JSON.
-        folder: a folder on the disk to throttle.
         memory: limit in bytes for the child and the pages of its files; None: no limit.
-        rate: disk limit in bytes per second once the child has loaded; None: no limit.
         cold: files, or folders whose files, leave the page cache before the start and again once the child has loaded.
         python: Python interpreter of the child.
 
     Returns:
-        The child's results with `load_s`, the seconds until it has loaded, `peak_bytes`, `capped`, `throttled` and
-        `beside`, the processors that other processes used meanwhile; or `failed` with the reason.
+        The child's results with `load_s`, the seconds until it has loaded, `peak_bytes`, `capped` and `beside`, the
+        processors that other processes used meanwhile; or `failed` with the reason.
     """
     cold = list(cold)
-    with tempfile.TemporaryDirectory(prefix="bench-") as temporary, Cage(memory, folder) as cage:
+    with tempfile.TemporaryDirectory(prefix="bench-") as temporary, Cage(memory) as cage:
         out, errors = Path(temporary) / "out.json", Path(temporary) / "errors"
         written = Path(temporary) / "spec.json"
         written.write_text(json.dumps({**spec, "groups": cage.groups, "out": str(out)}))
@@ -170,11 +150,10 @@ def run(
             assert process.stdin is not None
             assert process.stdout is not None
             stack.callback(process.kill)  # no effect once it has ended
-            throttled, started, load_s = False, time.monotonic(), 0.0
+            started, load_s = time.monotonic(), 0.0
             if any(line == "ready\n" for line in iter(process.stdout.readline, "")):
                 load_s = time.monotonic() - started
                 drop_cached(cold)
-                throttled = rate is not None and cage.throttle(rate)
                 cage.forget_peak()
                 with suppress(BrokenPipeError):  # the child has died; its error output has the reason
                     process.stdin.write("go\n")
@@ -190,7 +169,7 @@ def run(
         found["beside"] = max(0.0, _busy_s() - before[0]) / (time.monotonic() - before[1])
         peak = cage.peak
         found["peak_bytes"] = found["peak_resident_bytes"] if peak is None else peak
-        return {**found, "capped": cage.capped, "throttled": throttled}
+        return {**found, "capped": cage.capped}
 
 
 def _busy_s() -> float:
@@ -199,10 +178,10 @@ def _busy_s() -> float:
     return float(every.user + every.system + every.nice) - own.children_user - own.children_system
 
 
-def abilities(folder: Path) -> Json:
-    """Return whether memory can be `capped` and the disk `throttled` on this machine."""
-    with Cage(1 << 40, folder) as cage:
-        return {"capped": cage.capped, "throttled": cage.throttle(1e12)}
+def abilities() -> Json:
+    """Return whether memory can be `capped` on this machine."""
+    with Cage(1 << 40) as cage:
+        return {"capped": cage.capped}
 
 
 def environment() -> dict[str, str]:

@@ -1,14 +1,15 @@
-"""Experts on a disk in equal memory: read directly, compressed, and with pools of compressed experts.
+"""Experts read from a disk beside accelerate's offload: one bf16 checkpoint, the same tokens, equal memory.
 
     python -m benchmarks disk --keep FOLDER --page PAGE.md
 
-The model has OLMoE-1B-7B's shape with random bf16 weights whose routing has the locality of a trained model: a token's
-own embedding is small beside the first layer's attention over its neighbours, and later layers add little.
+The model has OLMoE-1B-7B's shape with random weights whose routing has the locality of a trained model: a token's own
+embedding is small beside the first layer's attention over its neighbours, and later layers add little.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,13 +23,14 @@ from expertcast.commands.output import say
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.messages import Json
 
+PEER, _RUN = "accelerate", "benchmarks.disk_peer"
 SIDES = (
-    Side("direct"),
-    Side("bitsplit", {"codec": "bitsplit"}),
-    Side("bitsplit, pool", {"codec": "bitsplit"}, pool=0.3, where=("limited",)),
+    Side("in place", {"in_place": True, "store_folder": None}),
+    Side(f"{PEER}, half", {"share": 0.5}, peer=_RUN),
+    Side(f"{PEER}, mapped", {"share": 0.0}, peer=_RUN, where=("limited",)),
 )
-"""`direct`: direct reads into slots; `bitsplit`: the same with losslessly compressed experts, and with 0.3 of the
-memory for compressed ones."""
+"""`in place` reads experts from the checkpoint's own files into slots; accelerate loads layers into half of the memory,
+or none, and maps the others."""
 _SMALL = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
           "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 4096}  # fmt: skip
 
@@ -58,8 +60,8 @@ def write_model(folder: Path, layers: int, *, small: bool) -> Json:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the result lacks, and write the page."""
     parser = result_parser("disk", __doc__)
-    add_options(parser, memory=["0", ".3", ".15"], layers=8)
-    parser.set_defaults(prompt=32, bandwidth=[0, 5e8])
+    add_options(parser, memory=["3GB", "2GB"], layers=4)
+    parser.set_defaults(prompt=32, readahead=[128], peer=Path(sys.executable))
     args = parser.parse_args(arguments)
     args.sides = args.sides or [side.name for side in SIDES]
     folder = args.keep.resolve() / f"olmoe-{args.layers}-layers{'-small' * args.small}"
@@ -67,5 +69,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file = ResultFile(args, {name: getattr(args, name) for name in SETTINGS}, args.keep)
     bench = SideBySide(args, file, SIDES, write_model(folder, args.layers, small=args.small))
     bench.measure()
-    file.publish(f"OLMoE-1B-7B's shape, {args.layers} layers", page(bench.result, "direct"))
+    file.publish(f"OLMoE-1B-7B's shape in bf16, {args.layers} layers", page(bench.result, PEER))
     return 0

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     args = parser.parse_args(arguments)
     args.folder.mkdir(parents=True, exist_ok=True)
-    result = ResultFile(args, {"limits": abilities(args.folder)}, args.folder)
+    result = ResultFile(args, {"limits": abilities()}, args.folder)
     runs = result.values["runs"]
     for number in range(args.rounds):
         for name in args.commands:
@@ -119,7 +119,6 @@ def _run(command: Command, folder: Path) -> Json:
     found = run(
         "benchmarks.life_size_run",
         {"words": words, "result": str(places["json"])},
-        folder=folder,
         memory=command.memory,
         cold=[path],
     )

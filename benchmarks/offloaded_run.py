@@ -6,21 +6,19 @@ reads a text with every step timed.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.child import begin, end, follow, ready
+from benchmarks.child import begin, end, follow, reader, ready
 
 SPEC = begin()  # before torch is loaded, so that torch's pages count
 
 # ruff: noqa: E402
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from expertcast import OffloadConfig, OffloadedModel, load_offloaded
 from expertcast.predictors import MoEView
@@ -33,24 +31,12 @@ def measured(offloaded: OffloadedModel, spec: Json) -> Json:
     model, tokens, length, timed = offloaded.model, spec["tokens"], spec["prompt"], spec["timed"]
     stats, link = offloaded.stats, offloaded.link
 
-    def reader(text: list[int]) -> Callable[[int, int], tuple[float, int]]:
-        cache = DynamicCache(config=model.config)
-
-        def step(first: int, last: int) -> tuple[float, int]:
-            start = time.perf_counter()
-            ids = torch.tensor([text[first:last]])
-            found = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            largest = int(found.logits[0, -1].argmax())
-            return time.perf_counter() - start, largest
-
-        return step
-
     with recorded_routing(offloaded.view) as routing:
-        found = follow(spec, reader(tokens), offloaded.reset_stats)
+        found = follow(spec, reader(model, tokens), offloaded.reset_stats)
         found["routing"] = routing()
     found |= {"hit_rate": stats.hit_rate, "waited_s": stats.waited_s / timed}
     found |= {"link_bytes": link.bytes_moved / timed, "slots": offloaded.pool.count}
-    again = reader(tokens[:length][::-1] + tokens[length:])
+    again = reader(model, tokens[:length][::-1] + tokens[length:])
     offloaded.reset_stats()
     found["again_s"], _ = again(0, length)
     found["again_bytes"] = link.bytes_moved

@@ -21,15 +21,15 @@ from benchmarks.results import ResultFile, result_parser
 from benchmarks.side_by_side import SETTINGS, Side, SideBySide, add_options, page
 from expertcast.predictors.messages import Json
 
-PEER = "llama.cpp"
+PEER, _RUN = "llama.cpp", "benchmarks.packed_peer"
 _LAZY = {"lazy_mode": "ON", "no_extra_bufts": True}
 _IN_PLACE = {"experts": "packed", "in_place": True, "store_folder": None}
 SIDES = (
-    Side(f"{PEER}, lazy on", _LAZY, peer=True),
-    Side(f"{PEER}, repacked", {"lazy_mode": "OFF", "load_mode": "NONE"}, peer=True, where=("whole",)),
+    Side(f"{PEER}, lazy on", _LAZY, peer=_RUN),
+    Side(f"{PEER}, repacked", {"lazy_mode": "OFF", "load_mode": "NONE"}, peer=_RUN, where=("whole",)),
     Side("packed", _IN_PLACE),
     Side("packed, forecasts", _IN_PLACE, predictor="next_norm", where=("limited",)),
-    Side(f"{PEER}, mmap", {"lazy_mode": "OFF", "load_mode": "MMAP", "no_extra_bufts": True}, peer=True),
+    Side(f"{PEER}, mmap", {"lazy_mode": "OFF", "load_mode": "MMAP", "no_extra_bufts": True}, peer=_RUN),
     Side("expanded", {"experts": "expanded"}),
 )
 """`lazy on` reads experts when they are used, `repacked` keeps a copy in an order of its own, `mmap` is the default."""

@@ -1,7 +1,7 @@
 """Sides that read one model in equal memory, in alternation: the loop, the medians and the page.
 
 Every run is a process in a control group of its own, with a cold page cache: a prompt at once, then token by token. A
-cell is a memory limit, a readahead of the disk and a bandwidth. In each repetition every cell runs every side that fits
+cell is a memory limit and a readahead of the disk. In each repetition every cell runs every side that fits
 it, in an order that changes with the repetition. The JSON is written after every run, and a second call goes on.
 """
 
@@ -29,8 +29,8 @@ from expertcast.runtime.benchmarking.advise_disk import disk_rate
 from expertcast.runtime.config import size_bytes
 from expertcast.runtime.policies.eviction import Events, next_uses
 
-OURS, PEER = "benchmarks.offloaded_run", "benchmarks.packed_peer"
-CELL = ("memory", "readahead_kib", "throttle")
+OURS = "benchmarks.offloaded_run"
+CELL = ("memory", "readahead_kib")
 _KEY = ("side", *CELL, "repetition")
 SETTINGS = ("layers", "prompt", "warm", "new_tokens", "threads", "small")
 _SPARE = 128 << 20
@@ -47,14 +47,12 @@ class Side:
 
     name: str
     options: Json = field(default_factory=dict)
-    """Fields of an :class:`OffloadConfig`, or parameters of llama.cpp."""
-    peer: bool = False
-    """Whether it is llama.cpp."""
+    """Fields of an :class:`OffloadConfig`, or a peer's own."""
+    peer: str | None = None
+    """Module of the child process of another project."""
     where: tuple[str, ...] = ("whole", "limited")
     """Whether it runs where all experts are in memory, and where the memory is limited."""
     predictor: str | None = None
-    pool: float = 0.0
-    """Share of the experts' memory for compressed experts."""
 
 
 def add_options(parser: argparse.ArgumentParser, *, memory: Sequence[str], layers: int) -> None:
@@ -68,10 +66,6 @@ def add_options(parser: argparse.ArgumentParser, *, memory: Sequence[str], layer
     parser.add_argument(
         "--readahead", nargs="+", type=int, default=[128, 0], metavar="KIB",
         help="readahead of the disk in KiB; 0: the machine's own (default: %(default)s; other values need root)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--bandwidth", nargs="+", type=float, default=[0], metavar="RATE",
-        help="bytes per second, with the first readahead; 0: unlimited (default: 0)",
     )  # fmt: skip
     parser.add_argument("--repetitions", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--layers", type=int, default=layers, help="layers of the model (default: %(default)s)")
@@ -101,7 +95,7 @@ class SideBySide:
         self._path = Path(model["path"])
         self.result = file.values
         self.result["model"] = {**model, "path": self._path.name}
-        self.result["abilities"] = abilities(self._folder)
+        self.result["abilities"] = abilities()
         files = [self._path] if self._path.is_file() else sorted(self._path.glob("*.safetensors"))
         self.result.setdefault("disk_rate", disk_rate(files[0], 2 << 20, most=1 << 30))
         tokens = args.prompt + args.warm + args.new_tokens
@@ -130,27 +124,24 @@ class SideBySide:
         self._write()
 
     def cells(self) -> Iterator[Json]:
-        """Yield memory, readahead and bandwidth of each cell."""
+        """Yield memory and readahead of each cell."""
         own, may = readahead_kib(self._folder), may_set_readahead(self._folder)
         ways = list(dict.fromkeys((kib or own) if may else own for kib in self._args.readahead))
-        rates = [rate or None for rate in self._args.bandwidth]
         for text in self._args.memory:
             memory = memory_of(text)
-            disks = [(ways[0], rate) for rate in rates] + [(kib, rates[0]) for kib in ways[1:]]
-            for kib, rate in disks if memory else disks[:1]:
-                yield {"memory": memory, "readahead_kib": kib, "throttle": rate}
+            for kib in ways if memory else ways[:1]:
+                yield {"memory": memory, "readahead_kib": kib}
 
     def _run(self, side: Side, cell: Json) -> Json:
         limit, count = self._limit(cell["memory"]), int(self.result["model"]["count"])
-        if limit is None or side.peer or (cell["memory"] > 1 and not side.pool):  # sizes: as a user runs it
+        if limit is None or side.peer or cell["memory"] > 1:  # sizes: as a user runs it
             found = self._child(side, cell, limit, count if limit is None else None)
         else:
             room = limit - _SPARE - self._beside(side)
-            pool = int(side.pool * max(0, room))
-            slots = int((room - pool) / self._block)
+            slots = int(room / self._block)
             if slots < self.result["model"]["top_k"]:
                 return {"failed": f"{max(0, room) / 1e9:.2f} GB are left for experts", "limit_bytes": limit}
-            found = self._child(side, cell, limit, min(count, slots), f"C={pool}" if pool else "")
+            found = self._child(side, cell, limit, min(count, slots))
         routing = found.pop("routing", None)
         if routing is not None:
             self.result.setdefault("routing", routing)
@@ -183,24 +174,21 @@ class SideBySide:
             known[name] = max(0, int(found["peak_bytes"] - held * self._block))
         return int(known[name])
 
-    def _child(self, side: Side, cell: Json, limit: int | None, slots: int | None, pools: str = "") -> Json:
+    def _child(self, side: Side, cell: Json, limit: int | None, slots: int | None) -> Json:
         args, options, store = self._args, side.options, self._folder / f"store-{side.name.partition(',')[0]}"
         if not side.peer:  # slots that are given leave room for all that a run without a limit took
-            given = {"context": len(self._tokens)} if slots is None else {"slots": slots, "pools": pools, "context": 1}
+            given = {"context": len(self._tokens)} if slots is None else {"slots": slots, "context": 1}
             options = {"store": "disk", "store_folder": str(store), **options, **given}
         # a peer reads a second prompt without a limit alone, our sides always
         spec: Json = {
             "model": str(self._path), "tokens": self._tokens, "prompt": args.prompt, "warm": args.warm,
             "timed": args.new_tokens, "threads": args.threads, "options": options, "predictor": side.predictor,
-            "again": limit is None,
+            "again": limit is None, "limit": limit, "store": str(store),
         }  # fmt: skip
-        module, python = (PEER, str(args.peer)) if side.peer else (OURS, sys.executable)
+        module, python = (side.peer, str(args.peer)) if side.peer else (OURS, sys.executable)
         # a store, where a side needs one, is written while its first run loads
         with readahead(self._folder, cell["readahead_kib"]):
-            return run(
-                module, spec, folder=self._folder, memory=limit, rate=cell["throttle"], python=python,
-                cold=[self._path, store],
-            )  # fmt: skip
+            return run(module, spec, memory=limit, python=python, cold=[self._path, store])
 
     def _write(self) -> None:
         self.result["results"] = summaries(self.result)
@@ -292,7 +280,7 @@ def summaries(result: Json) -> list[Json]:
             row["start_s"] = spread(each["load_s"] + each["ttft_s"] for each in good if "load_s" in each)
             row |= {"peak_bytes": max(each["peak_bytes"] for each in good), "largest": good[0]["largest"]}
             row |= {"needed_bytes": needed_bytes(result, row)}
-            row |= {name: good[0][name] for name in ("capped", "throttled")}
+            row |= {"capped": good[0]["capped"]}
         else:
             row["failed"] = groups[key][0]["failed"]
         found.append(row)
@@ -308,8 +296,7 @@ def _memory(row: Json) -> str:
 
 
 def _disk(row: Json) -> str:
-    throttle = f", {row['throttle'] / 1e9:g} GB/s" if row["throttle"] else ""
-    return f"{row['readahead_kib'] or '?'} KiB{throttle}"
+    return f"{row['readahead_kib'] or '?'} KiB"
 
 
 def best(rows: Sequence[Json], figure: str) -> Json | None:

@@ -28,7 +28,7 @@ SMALL += ["--readahead", "0", "--allow-dirty"]
 @pytest.mark.parametrize("name", ["packed", "disk"])
 def test_the_whole_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, written = tmp_path / "out.json", tmp_path / "page.md"
-    sides = ["packed", "expanded"] if name == "packed" else ["direct", "bitsplit"]
+    sides = ["packed", "expanded"] if name == "packed" else ["in place", "accelerate, half"]
     command = [name, *SMALL, "--memory", "0", "--sides", *sides]
     command += ["--keep", str(tmp_path / "kept"), "--out", str(out), "--page", str(written)]
     assert main(command) == 0, capsys.readouterr().err
