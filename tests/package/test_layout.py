@@ -28,7 +28,22 @@ def test_every_package_folder_is_listed() -> None:
     for folder in FOLDERS:
         for init in (ROOT / folder).rglob("__init__.py"):
             found.add(".".join(("expertcast", *init.parent.relative_to(ROOT).parts)))
-    assert set(setuptools_table()["packages"]) == found
+    table = setuptools_table()
+    assert set(table["packages"]) == found  # type: ignore[call-overload]
+    assert {*table["package-dir"]} == found - {"expertcast.commands"}  # type: ignore[misc]
+
+
+def test_one_version_everywhere() -> None:
+    """Releases, citations and the plug-in name the same version, and the changelog begins with it."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for name, line in (
+        ("src/expertcast/__init__.py", f'__version__ = "{version}"'),
+        ("CITATION.cff", f"version: {version}"),
+        ("integrations/vllm/pyproject.toml", f'version = "{version}"'),
+    ):
+        assert line in (ROOT / name).read_text().splitlines()
+    first = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
+    assert first.split()[1] == version
 
 
 def test_symlinks_point_at_the_root_folders() -> None:
