@@ -39,7 +39,7 @@ class LogOdds:
     The margin m is the distance of an expert's logit from the boundary, the midpoint between the token's K-th and
     (K+1)-th largest logit. The slope is an inverse temperature. The logarithm lets the odds rise fast near the
     boundary and slowly far from it, which suits forecasts with a few large errors. The four numbers minimise
-    cross-entropy on the validation split (:mod:`expertcast.training.calibrate`), so the probabilities sum to K on
+    cross-entropy on text not learned from (:mod:`expertcast.training.calibrate`), so the probabilities sum to K on
     average, but not for every token.
     """
 

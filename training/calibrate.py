@@ -1,4 +1,4 @@
-"""Calibrate a predictor on the validation split: one :class:`LogOdds` per layer pair.
+"""Calibrate a predictor on text that it did not learn from: one :class:`LogOdds` per layer pair.
 
 T tokens, E routed experts per layer, K experts per token, P layer pairs.
 
@@ -8,6 +8,8 @@ tried. The solver is Newton's method with step halving.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,10 +17,10 @@ from torch.nn import functional
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import Predictor
 from expertcast.predictors.base import LogOdds, margin, signed_log
-from expertcast.training.scoring import FitOptions, states_of, validation_pass, validation_tokens
+from expertcast.training.scoring import FitOptions, states_of, train_batches, validation_pass, validation_tokens
 
 TOKENS = 4096
-"""Tokens used for calibration, evenly spread over the validation split."""
+"""Tokens used for calibration: evenly spread over the validation split, or the first of the train split."""
 _PRIOR = 1.0
 """Weight of the prior (slope 1, bend 0, offset 0); without it, perfect forecasts have no finite optimum."""
 _UNITS = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -28,33 +30,39 @@ _TOLERANCE = 1e-6
 
 
 @torch.no_grad()
-def calibrate(predictor: Predictor, source: TraceSource, options: FitOptions) -> None:
-    """Set a predictor's calibration for all its distances; no change if the validation split is empty.
+def calibrate(predictor: Predictor, source: TraceSource, options: FitOptions, *, trained: bool = True) -> None:
+    """Set a predictor's calibration for all its distances; no change if the split is empty.
 
     Args:
         predictor: predictor of layers, bound to the source's model.
-        source: traces; every rank reads the whole validation split, so all ranks compute the same result.
-        options: number of validation tokens.
+        source: traces; every rank reads the same tokens, so all ranks compute the same result.
+        options: number of tokens.
+        trained: whether the predictor learned from the train split, whose tokens then show fewer of its errors. If
+            not, they are used: there are more of them, and the validation split of few tokens is one document.
     """
-    layers = predictor.shape.layers
     margins: dict[tuple[int, int], list[Tensor]] = {}
     members: dict[int, list[Tensor]] = {}
-    every = max(1, -(-validation_tokens(source, options) // TOKENS))
-    for batch in validation_pass(source, options, "calibrating"):
-        states = states_of(source.view, batch if every == 1 else batch[torch.arange(0, len(batch), every)])
+    if not trained:
+        first = replace(options, tokens=min(TOKENS, options.tokens or TOKENS))
+        batches = train_batches(source, first, "calibrating", whole=True)
+    else:
+        every = max(1, -(-validation_tokens(source, options) // TOKENS))
+        batches = (batch[::every] for batch in validation_pass(source, options, "calibrating"))
+    for batch in batches:
+        states = states_of(source.view, batch)
         for state in states:
             members.setdefault(state.layer, []).append(
                 torch.zeros_like(state.logits_TE, dtype=torch.bool).scatter_(1, state.topk_ids_TK, True)
             )
         for ahead in predictor.ahead:
-            for state in states[: layers - ahead]:
+            for state in states[:-ahead]:
                 logits_TE = predictor.forecast(state, ahead).logits_TE
                 margins.setdefault((ahead, state.layer), []).append(margin(logits_TE, predictor.shape.top_k))
     if margins:
         predictor.calibration = {
             ahead: [
                 fit_log_odds(torch.cat(margins[ahead, layer]), torch.cat(members[layer + ahead]))
-                for layer in range(layers - ahead)
+                for layer in range(predictor.shape.layers - ahead)
             ]
             for ahead in predictor.ahead
         }
@@ -73,7 +81,6 @@ def _fit(margin_N: Tensor, member_N: Tensor, unit: float) -> tuple[list[float], 
     """Return slope, bend and offset for a unit, and their cross-entropy in nats with the prior's."""
     x_N3 = torch.stack([margin_N, signed_log(margin_N / unit), torch.ones_like(margin_N)], dim=1)
     start_3 = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64, device=margin_N.device)
-    prior_33 = _PRIOR * torch.eye(3, dtype=torch.float64, device=margin_N.device)
 
     def loss(fit_3: Tensor, odds_N: Tensor) -> Tensor:
         nats = functional.binary_cross_entropy_with_logits(odds_N, member_N, reduction="sum")
@@ -85,7 +92,8 @@ def _fit(margin_N: Tensor, member_N: Tensor, unit: float) -> tuple[list[float], 
         p_N = torch.sigmoid(odds_N)
         gradient_3 = (p_N - member_N) @ x_N3 + _PRIOR * (fit_3 - start_3)
         information_33 = (x_N3 * (p_N * (1 - p_N))[:, None]).T @ x_N3
-        step_3 = torch.linalg.solve(information_33 + prior_33, gradient_3)
+        information_33.diagonal().add_(_PRIOR)
+        step_3 = torch.linalg.solve(information_33, gradient_3)
         for _ in range(_HALVINGS):
             tried_N = x_N3 @ (fit_3 - step_3)
             better = loss(fit_3 - step_3, tried_N)

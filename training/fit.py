@@ -99,7 +99,7 @@ def fit(
     options: FitOptions | None = None,
     known: Mapping[str, Fitted] | None = None,
 ) -> Fitted:
-    """Fit a predictor on the train split and calibrate it on the validation split.
+    """Fit a predictor on the train split and calibrate it on the validation split, without a fit on the train split.
 
     Args:
         name: registry name of the predictor.
@@ -134,7 +134,7 @@ def fit(
     fitter = partial(fit_hybrid, known=known) if name == Hybrid.name else FITTERS.get(name)
     fitted = Fitted(predictor=cls(config, source.view.shape)) if fitter is None else fitter(source, config, options)
     predictor = fitted.predictor.to(device_of(source.view)).bind(source.view).eval()
-    calibrate(predictor, source, options)
+    calibrate(predictor, source, options, trained=fitter is not None)
     predictor.learned_from = source.learned_from()
     used = {
         "tokens": train_tokens(source, options),

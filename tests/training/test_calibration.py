@@ -18,6 +18,7 @@ from expertcast.predictors.base import LogOdds, inclusion_probability, margin
 from expertcast.training import calibrate as calibration
 from expertcast.training.calibrate import fit_log_odds
 from expertcast.training.evaluation import evaluate
+from expertcast.training.fit import fit
 from expertcast.training.metrics import Calibration, membership_probability
 from expertcast.training.scoring import FitOptions, Fitted
 from tests.sealed import edit_json
@@ -119,6 +120,22 @@ def test_it_reads_tokens_of_the_whole_split(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(calibration, "states_of", lambda _, batch: seen.append(batch.position_T) or [])
     calibration.calibrate(Same(PredictorConfig(), view.shape).bind(view), rows, FitOptions())
     assert torch.cat(seen).tolist() == list(range(600, 900, 6))
+
+
+def test_a_predictor_without_training_is_calibrated_on_the_train_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The validation split of few tokens is one document, whose ways are not those of others."""
+    view = tiny_view()
+    rows = Rows(view, random_batch(view, 900, document_tokens=900).with_previous())
+    monkeypatch.setattr(calibration, "TOKENS", 300)
+    seen = list[Tensor]()
+    monkeypatch.setattr(calibration, "states_of", lambda _, batch: seen.append(batch.position_T) or [])
+    for name, expected in (
+        ("next_norm", list(range(300))),
+        ("frequency", list(range(600, 650))),
+    ):
+        seen.clear()
+        fit(name, rows, options=FitOptions(validation_tokens=50, progress=False))
+        assert torch.cat(seen).tolist() == expected, name
 
 
 def test_margins_are_measured_from_the_boundary() -> None:
