@@ -467,7 +467,7 @@ def _layer(index: int, seen: Probed) -> MoELayer:
         num_experts=num_experts,
         top_k=_top_k(seen, num_experts),
         hidden_size=_hidden_size(router, num_experts),
-        has_shared=_has_shared(block, router, experts),
+        has_shared=any(child not in (router, experts) and [*child.parameters()] for child in block.children()),
         adds=seen.adds(),
         router_dims=seen.dims,
         router_arguments=tuple((name, _argument(seen, name, value)) for name, value in seen.arguments.items()),
@@ -486,13 +486,6 @@ def _hidden_size(router: nn.Module, experts: int) -> int:
             return int(parameter.shape[1])
     raise ExpertcastError(
         f"router {type(router).__name__} has no [experts, hidden] weight: expertcast cannot apply its routing rule"
-    )
-
-
-def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool:
-    return any(
-        child is not router and child is not experts and any(True for _ in child.parameters())
-        for child in block.children()
     )
 
 

@@ -25,17 +25,19 @@ from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import with_token_progress
 
 BUFFER_TOKENS = 16_384
+KEPT_BYTES = 1 << 30
+"""Most bytes of the rows that stay for later passes, and of those in a shuffle buffer."""
 
 
 class OnlineTraces(TraceSource):
-    """Runs the model whenever batches are read.
+    """Runs the model when batches are read first, and again in later passes where the rows exceed `KEPT_BYTES`.
 
     Documents, splits and values equal those of collected traces with the same settings. Only shuffling differs: tokens
     are mixed within a buffer instead of the whole split.
 
     Args:
         model, tokenizer, documents, options, fields: as for :func:`expertcast.data.collect.collect`.
-        buffer_tokens: tokens in the shuffle buffer (L x (2 D + 2..4 E) bytes each).
+        buffer_tokens: most tokens in the shuffle buffer.
     """
 
     def __init__(
@@ -58,7 +60,11 @@ class OnlineTraces(TraceSource):
         beside = stand_in_nbytes(self.view, self.plan.early_rank)
         self._windows = self.plan.options.batch_size or experts.windows(self.plan.options.window, beside)
         """Windows per forward."""
-        self._buffer_tokens = buffer_tokens
+        shape = self.view.shape
+        self._row_bytes = shape.layers * (4 * shape.hidden + 4 * shape.experts)
+        self._buffer_tokens, self._room = min(buffer_tokens, KEPT_BYTES // self._row_bytes), KEPT_BYTES
+        self._kept: dict[tuple[object, ...], list[TraceBatch]] = {}
+        """Rows of earlier passes, by documents and number of tokens."""
         account = self.plan.account(self.view)
         identity = hashlib.sha256(f"{account['fingerprint']} {self.plan.digest}".encode())
         self.info = {"id": identity.hexdigest()[:16], **account}
@@ -97,8 +103,12 @@ class OnlineTraces(TraceSource):
     def _batches(
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
     ) -> Iterator[TraceBatch]:
-        stream = _with_previous_tokens(self._stream(own, tokens))
-        return rebatched(stream, batch_size, capacity=0 if seed is None else self._buffer_tokens, seed=seed)
+        key = (*(document.index for document in own), tokens)
+        rows: Iterable[TraceBatch] = self._kept.get(key) or self._stream(own, tokens)
+        if key not in self._kept and self._room >= tokens * self._row_bytes:
+            self._kept[key] = rows = list(with_token_progress(rows, "running the model", tokens))
+            self._room -= tokens * self._row_bytes
+        return rebatched(_with_previous_tokens(rows), batch_size, capacity=self._buffer_tokens, seed=seed)
 
     def _stream(
         self, documents: Sequence[PlannedDocument], limit: int | None, means: MeanOutputs | None = None
@@ -137,7 +147,7 @@ def rebatched(
 
     for batch in stream:
         held.append(batch)
-        if sum(map(len, held)) >= max(capacity, parts * batch_size):
+        if sum(map(len, held)) >= max(0 if seed is None else capacity, parts * batch_size):
             rows = buffer()
             out = len(rows) // parts // batch_size * batch_size
             yield from _cut(rows[:out], batch_size)

@@ -5,6 +5,7 @@ T tokens, P layer pairs, C candidates, E routed experts, K experts per token.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -61,14 +62,12 @@ class Fitted:
 
 def train_tokens(source: TraceSource, options: FitOptions) -> int:
     """Return the number of train tokens that a fit uses."""
-    available = source.token_count("train")
-    return available if options.tokens is None else min(options.tokens, available)
+    return min(source.token_count("train"), options.tokens or sys.maxsize)
 
 
 def validation_tokens(source: TraceSource, options: FitOptions) -> int:
     """Return the number of validation tokens that a fit uses."""
-    available = source.token_count("validation")
-    return available if options.validation_tokens is None else min(options.validation_tokens, available)
+    return min(source.token_count("validation"), options.validation_tokens or sys.maxsize)
 
 
 BATCH = 4096

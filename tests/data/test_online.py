@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from expertcast.data import online as module
 from expertcast.data.batch import TraceBatch
+from expertcast.data.capture import ActivationStream
 from expertcast.data.online import OnlineTraces, rebatched
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceDataset, TraceSource
@@ -86,3 +88,33 @@ def test_both_sources_train_on_the_same_tokens(online: OnlineTraces, dataset: Tr
     assert all(len(set(each)) == 1500 for each in orders)
     assert set(orders[0]) == set(orders[1])
     assert orders[1] != orders[2], "every epoch is shuffled anew"
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_later_passes_run_the_model_only_where_the_rows_do_not_fit(
+    small_model: PreTrainedModel,
+    reference_tokenizer: Any,
+    text: list[Document],
+    monkeypatch: pytest.MonkeyPatch,
+    fits: bool,
+) -> None:
+    if not fits:
+        monkeypatch.setattr(module, "KEPT_BYTES", 1 << 20)
+    source = OnlineTraces(small_model, reference_tokenizer, text, early_rank=None, **MANY)
+    ran, run = [0], ActivationStream.run
+
+    def counted(stream: ActivationStream, batch: Any, *more: Any) -> TraceBatch:
+        found = run(stream, batch, *more)
+        ran[0] += len(found)
+        return found
+
+    monkeypatch.setattr(ActivationStream, "run", counted)
+    first, again = (TraceBatch.cat(list(source.batches("train", 300))) for _ in range(2))
+    for name in ("residual_TLD", "logits_TLE", "previous_TLE", "document_T", "position_T"):
+        assert torch.equal(getattr(first, name).nan_to_num(-1), getattr(again, name).nan_to_num(-1)), name
+    for seed in range(3):
+        assert sum(map(len, source.batches("train", 256, shuffle=True, seed=seed))) == len(first)
+    next(source.batches("validation", 50))
+    assert sum(map(len, source.batches("validation", 50))) == source.token_count("validation")
+    once = len(first) + source.token_count("validation")
+    assert once <= ran[0] < 1.5 * once if fits else ran[0] >= 5 * len(first)

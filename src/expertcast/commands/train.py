@@ -197,7 +197,7 @@ def training_source(options: Options) -> TraceSource:
     """Open traces from a folder or the hub; with --data, load a model to train on online.
 
     Raises:
-        ExpertcastError: neither traces nor a model, or a model without --data.
+        ExpertcastError: neither traces nor a model, a model without --data, or no or damaged traces on the hub.
     """
     if (Path(options.source) / TRACE_FILE).is_file():
         if options.data:
@@ -206,22 +206,13 @@ def training_source(options: Options) -> TraceSource:
     if not options.data:
         if HubName.of(options.source) is None:
             raise ExpertcastError(f"{options.source} is no traces folder: give --data to train on a model online")
-        return _hub_traces(options)
+        try:
+            return TraceDataset.open(options.source, device=options.device_name)
+        except NotOnHubError as error:
+            raise ExpertcastError(f"{error}; to train online on a model of that name, give --data") from error
     documents = load_documents(options.data, column=options.text_column, tokens=options.fit.tokens)
     model, tokenizer = options.load(options.source)
     source = OnlineTraces(model, tokenizer, documents, options.text, seed=options.fit.seed, tokens=options.fit.tokens)
     counts = ", ".join(f"{source.token_count(split):,} {split}" for split in SPLITS)
-    say(f"{options.source} runs over {source.token_count():,} tokens of text in each pass ({counts})")
+    say(f"{options.source} runs over {source.token_count():,} tokens of text ({counts})")
     return source
-
-
-def _hub_traces(options: Options) -> TraceDataset:
-    """Open traces from the hub.
-
-    Raises:
-        ExpertcastError: no such data set, or a damaged one.
-    """
-    try:
-        return TraceDataset.open(options.source, device=options.device_name)
-    except NotOnHubError as error:
-        raise ExpertcastError(f"{error}; to train online on a model of that name, give --data") from error
