@@ -35,7 +35,6 @@ _PAIRS = (
 """Comparison, side, reference side."""
 FORMS = ("int4", "int8", "Q4_0", "Q8_0", "MXFP4")
 """Two that round the experts, and types of GGUF files; blocks of 256, as in Q4_K, do not divide the model's rows."""
-_STEPS = "steps"
 WINDOW = 256
 """Tokens of a text that are read at once."""
 
@@ -62,7 +61,7 @@ def fidelity(name: str, tokens: int, form: str) -> Json:
         packed, expanded = (
             _rounded(model, int(form[3:])) if "int" in form else stack.enter_context(_of_gguf(model, form))
         )
-        sides = {"bf16": (model, "grouped_mm"), "packed": (packed, None), "steps": (packed, _STEPS),
+        sides = {"bf16": (model, "grouped_mm"), "packed": (packed, None), "steps": (packed, "steps"),
                  "expanded": (expanded, "grouped_mm"), "eager": (expanded, "eager")}  # fmt: skip
         for window in windows:
             logits = {side: _logits(*given, window) for side, given in sides.items()}
@@ -81,12 +80,8 @@ def _of_gguf(model: PreTrainedModel, kind: str = "Q4_0") -> Iterator[tuple[PreTr
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write(path, model, kind)
-        with load_offloaded(path, device="cpu", dtype="bf16", slots=_experts(model), experts="packed") as offloaded:
+        with load_offloaded(path, device="cpu", dtype="bf16", experts="packed") as offloaded:
             yield offloaded.model, load_model(path).bfloat16()
-
-
-def _experts(model: PreTrainedModel) -> int:
-    return sum(layer.num_experts for layer in find_moe_layers(model))
 
 
 def _rounded(model: PreTrainedModel, bits: int) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -108,8 +103,8 @@ def _expanded(model: PreTrainedModel, packed: PreTrainedModel) -> PreTrainedMode
 
 
 def _logits(model: PreTrainedModel, implementation: str | None, window_T: Tensor) -> Tensor:
-    """Log-probabilities float32 [T, V], without an implementation by the model's own, token by token with `_STEPS`."""
-    if implementation == _STEPS:
+    """Log-probabilities float32 [T, V], without an implementation by the model's own, token by token with `steps`."""
+    if implementation == "steps":
         past = DynamicCache(config=model.config)
         steps = [model(input_ids=token[None, None], past_key_values=past).logits[0] for token in window_T]
         return torch.cat(steps).float().log_softmax(-1)

@@ -311,8 +311,8 @@ def page(values: Json) -> str:
     return f"{markdown(head, rows)}\n\n{median} Tokens differ in {differ} of {len(rows)} settings."
 
 
-def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what the result lacks, and print the tables."""
     parser = result_parser("forecasts", __doc__)
     parser.add_argument("--links", nargs="+", type=positive_number, default=[1.0, 2.0, 5.0], help="R")
     parser.add_argument("--capacities", type=float, nargs="+", default=[0.0, 0.1, 0.25, 0.5])
@@ -325,12 +325,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=positive, default=1)
     args = parser.parse_args(arguments)
     args.new_tokens = args.turns * TURN
-    return args
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the result lacks, and print the tables."""
     with tempfile.TemporaryDirectory(prefix="bench-forecasts-") as folder:
-        file = Grid(read_arguments(arguments), Path(folder)).measure()
+        file = Grid(args, Path(folder)).measure()
         file.publish("Grid", page(file.values))
     return 0

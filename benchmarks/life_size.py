@@ -33,13 +33,19 @@ class Command:
     """Limit in bytes; None: none."""
     line: str
     """Its words; {path}, {json} and {folder} stand for the checkpoint, a result, and a folder that they share."""
+    recorded: bool = False
+    """Whether routers follow recorded routing."""
 
 
 _GENERATE = "generate {path} --prompt Once --temperature 1 --seed 0 --json {json} --new-tokens"
 _COLLECT = "collect {path} --data reference --tokens 30000 --out {folder}/traces"
 COMMANDS: dict[str, Command] = {
     **{f"inspect {kind}": Command(kind=kind, line="inspect {path} --memory 8GB") for kind in ("Q4_0", *SPARSE)},
-    **{f"generate Q4_0, {size} GB": Command(memory=size * _GB, line=f"{_GENERATE} 256") for size in (4, 8, 20)},
+    **{
+        f"{name}, {size} GB": Command(memory=size * _GB, line=f"{_GENERATE} {tokens}", recorded=tokens > 256)
+        for name, tokens in (("generate Q4_0", 256), ("recorded routing", 384))
+        for size in (4, 8, 20)
+    },
     "generate gpt-oss-20b, 8 GB": Command(kind="gpt-oss-20b", memory=8 * _GB, line=f"{_GENERATE} 16"),
     "generate safetensors, 8 GB": Command(kind="safetensors", memory=8 * _GB, line=f"{_GENERATE} 16"),
     "generate safetensors as int4, 8 GB": Command(
@@ -67,6 +73,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[list[float]], float], Callable[[float],
     "first token, s": ("first_token_s", median, "{:.1f}".format),
     "ms a token": ("token_ms", median, "{:.0f}".format),
     "reads a token": ("reads", median, "{:.0f}".format),
+    "later": ("later_reads", median, "{:.1f}".format),
     "planned": ("planned_reads", median, "{:.0f}".format),
 }
 """Key, reduction and form of each column."""
@@ -99,10 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = result.values["runs"]
     for number in range(args.rounds):
         for name in args.commands:
-            if any((each["command"], each["round"]) == (name, number) for each in runs):
-                continue
-            runs.append({"command": name, "round": number, **_run(COMMANDS[name], args.folder)})
-            result.write()
+            if not any((each["command"], each["round"]) == (name, number) for each in runs):
+                runs.append({"command": name, "round": number, **_run(COMMANDS[name], args.folder)})
+                result.write()
     result.publish("Commands", table(runs))
     return 0
 
@@ -115,13 +121,8 @@ def _run(command: Command, folder: Path) -> Json:
     if "--out" in words:
         shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
     shared.mkdir(exist_ok=True)
-    before = _nbytes(shared)
-    found = run(
-        "benchmarks.life_size_run",
-        {"words": words, "result": str(places["json"])},
-        memory=command.memory,
-        cold=[path],
-    )
+    before, spec = _nbytes(shared), {"words": words, "result": str(places["json"]), "recorded": command.recorded}
+    found = run("benchmarks.life_size_run", spec, memory=command.memory, cold=[path])
     return {**found, "written_bytes": _nbytes(shared) - before}
 
 

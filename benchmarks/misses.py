@@ -199,18 +199,13 @@ def page(values: Json) -> str:
     return "\n\n".join((markdown(["R", "link", *SIDES], times), markdown(["R", "link", *RATIOS], ratios)))
 
 
-def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what the result lacks, and print the tables."""
     parser = result_parser("misses", __doc__)
     parser.add_argument("--links", nargs="+", type=positive_number, default=[2.0, 5.0, 10.0], help="R")
     parser.add_argument("--speeds", nargs="+", choices=SPEEDS, default=list(SPEEDS))
     parser.add_argument("--turns", type=positive, default=4, help=f"of {TURN} decoded tokens (default: %(default)s)")
     parser.add_argument("--repetitions", type=positive, default=5)
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the result lacks, and print the tables."""
-    file = measure(read_arguments(arguments))
+    file = measure(parser.parse_args(arguments))
     file.publish("Milliseconds per token", page(file.values))
     return 0

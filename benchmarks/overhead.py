@@ -40,7 +40,6 @@ from expertcast.runtime.storage.store import ExpertStore
 
 SHAPE, LAYERS, SLOTS = "qwen3-30b-a3b", (6, 48), 12
 """The model, numbers of layers, and experts for each slot."""
-CONDITIONS = f"Recorded routing of {SHAPE}, slots for 1 of {SLOTS} experts; CUDA's calls and kernels do nothing."
 KEYS = ("run", "layers", "repetition", "seconds_per_layer", "not_resident")
 
 
@@ -97,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         spent, copied = spread(each["seconds_per_layer"] for each in own), own[0]["not_resident"]
         rows.append([name, str(layers), shown(spent, 1e6), f"{copied:.2f}"])
     table = markdown(["run", "layers", "us per layer and token", "requested experts copied"], rows)
-    file.publish("Python's own work per layer", f"{CONDITIONS}\n\n{table}")
+    about = f"Recorded routing of {SHAPE}, slots for 1 of {SLOTS} experts; CUDA's calls and kernels do nothing."
+    file.publish("Python's own work per layer", f"{about}\n\n{table}")
     return 0
 
 

@@ -396,8 +396,8 @@ def _inspect(_: Path, target: Path, __: Path) -> list[str]:
 
 
 def _simulate(_: Path, target: Path, __: Path) -> list[str]:
-    return ["simulate", str(target), "--policy", "lru", "--slots", "8", "--predictor", "router_input",
-            "--processes", "1", "--layer-time", "0.001"]  # fmt: skip
+    words = "--policy lru --slots 8 --predictor router_input --processes 1 --layer-time 0.001"
+    return ["simulate", str(target), *words.split()]
 
 
 def _open_traces(_: Path, target: Path, __: Path) -> Any:

@@ -71,10 +71,6 @@ class Command:
     """Artefact that exists before it runs."""
 
 
-def _train(made: Path, out: Path) -> list[str]:
-    return train_words(made / TRACES, ESTIMATOR, out)
-
-
 def _evaluate(made: Path, out: Path) -> list[str]:
     return ["eval", str(made / TRACES), "--predictor", "linear", str(made / ESTIMATOR), "--report", str(out)]
 
@@ -85,8 +81,8 @@ def _sweep(made: Path, out: Path) -> list[str]:
 
 COMMANDS = {
     "collect": Command(words=collect_words, opens=TRACES),
-    "train": Command(words=_train, opens=ESTIMATOR),
-    "refit": Command(words=_train, opens=ESTIMATOR, over=FREE),
+    "train": Command(words=lambda made, out: train_words(made / TRACES, ESTIMATOR, out), opens=ESTIMATOR),
+    "refit": Command(words=lambda made, out: train_words(made / TRACES, ESTIMATOR, out), opens=ESTIMATOR, over=FREE),
     "eval": Command(words=_evaluate),
     "store": Command(words=lambda made, out: ["store", str(made / MODEL), "--store-folder", str(out)]),
     "generate": Command(words=lambda made, out: generate_words(made, "--store-folder", str(out)), opens=STORE),
@@ -211,7 +207,7 @@ class Trials:
         if again != right[0]:
             return f"run again: {difference(right[0], again)}"
         odd = sorted({*files_in(self.place)} ^ {*right[1]})
-        return f"other files: {_in_short(odd)}" if odd else None
+        return f"other files: {', '.join(odd[:3])}{', ...' if len(odd) > 3 else ''}" if odd else None
 
     def _left(self, name: str) -> str | None:
         """Check that leftover files are correct or refused in one line; return what is wrong, or None."""
@@ -251,10 +247,6 @@ class Trials:
 
 def files_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-
-
-def _in_short(files: list[str]) -> str:
-    return f"{len(files)}: {', '.join(files[:3])}{', ...' if len(files) > 3 else ''}" if files else "nothing"
 
 
 def main(argv: list[str] | None = None) -> int:

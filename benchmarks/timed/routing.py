@@ -90,7 +90,7 @@ class PrescribedRouting(Predictor):
     `offload`.
 
     Random weights route at random, which defeats every cache and forecast. Hooks on the routers replace their logits by
-    position; the routers' own rule makes ids and weights of them. It supports one sequence at a time.
+    position; the routers' own rule makes ids and weights of them, as many as the tables have. It supports one sequence.
 
     Args:
         model: the model.
@@ -109,11 +109,11 @@ class PrescribedRouting(Predictor):
         routing_PLE, self._forecast_NLE = (
             _logits(ids, view.shape.experts) for ids in (tables.ids_PLK, tables.forecast_NLK)
         )
-        made = [
-            (logits_PE, *layer.route(logits_PE)) for layer, logits_PE in zip(view, routing_PLE.unbind(1), strict=True)
-        ]
-        self._routers = [(logits_PE, weights_PK, ids_PK) for logits_PE, ids_PK, weights_PK in made]
+        top_k, self._routers = tables.ids_PLK.shape[-1], list[tuple[Tensor, Tensor, Tensor]]()
         """Output of each layer's router for all positions."""
+        for layer, logits_PE in zip(view, routing_PLE.unbind(1), strict=True):
+            ids_PK, weights_PK = layer.route(logits_PE)
+            self._routers.append((logits_PE, weights_PK[:, :top_k], ids_PK[:, :top_k]))
 
     def __enter__(self) -> PrescribedRouting:
         base = self._model[0].base_model
