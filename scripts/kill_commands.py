@@ -4,9 +4,9 @@
 
 Commands run in forks of this process on small artefacts (see `mutate_artefacts.py`). Three conditions are checked after
 each fault: the command prints one line, or nothing if it was killed; its leftover files are correct or refused in one
-line; and the same command, run again, ends with the result of an undisturbed run and with no other files. Of two at
-once one is killed as well: the other ends with the right result, or is refused in one line. A command that gets SIGTERM
-or SIGINT before its end has the exit status 143 or 130.
+line; and the same command, run again, ends with the result of an undisturbed run and with no other files. One of
+two at once is killed as well: the other ends with the right result, or is refused in one line. A command that gets
+SIGTERM or SIGINT before its end has the exit status 143 or 130.
 """
 
 from __future__ import annotations
