@@ -17,10 +17,17 @@ from torch.nn import functional
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import Predictor
 from expertcast.predictors.base import LogOdds, margin, signed_log
-from expertcast.training.scoring import FitOptions, states_of, train_batches, validation_pass, validation_tokens
+from expertcast.training.scoring import (
+    FitOptions,
+    states_of,
+    train_batches,
+    train_tokens,
+    validation_pass,
+    validation_tokens,
+)
 
-TOKENS = 4096
-"""Tokens used for calibration: evenly spread over the validation split, or the first of the train split."""
+READ, TOKENS = 16_384, 4096
+"""Tokens at the beginning of the train split over which those of calibration are spread, and their number."""
 _PRIOR = 1.0
 """Weight of the prior (slope 1, bend 0, offset 0); without it, perfect forecasts have no finite optimum."""
 _UNITS = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -42,14 +49,14 @@ def calibrate(predictor: Predictor, source: TraceSource, options: FitOptions, *,
     """
     margins: dict[tuple[int, int], list[Tensor]] = {}
     members: dict[int, list[Tensor]] = {}
-    if not trained:
-        first = replace(options, tokens=min(TOKENS, options.tokens or TOKENS))
-        batches = train_batches(source, first, "calibrating", whole=True)
+    if trained:
+        tokens, batches = validation_tokens(source, options), validation_pass(source, options, "calibrating")
     else:
-        every = max(1, -(-validation_tokens(source, options) // TOKENS))
-        batches = (batch[::every] for batch in validation_pass(source, options, "calibrating"))
+        first = replace(options, tokens=min(READ, options.tokens or READ))
+        tokens, batches = train_tokens(source, first), train_batches(source, first, "calibrating", whole=True)
+    every = max(1, -(-tokens // TOKENS))
     for batch in batches:
-        states = states_of(source.view, batch)
+        states = states_of(source.view, batch[::every])
         for state in states:
             members.setdefault(state.layer, []).append(
                 torch.zeros_like(state.logits_TE, dtype=torch.bool).scatter_(1, state.topk_ids_TK, True)
