@@ -33,7 +33,7 @@ _KEPT_FREE = 32 << 20
 tokens through 48 layers of 128 experts took 3.8 million page faults more, 8 s of the system's time of 25."""
 _POPULATE_WRITE = 23
 """Linux's `MADV_POPULATE_WRITE` (5.14): commits pages and leaves their contents."""
-_PIECE = 256 << 20
+_PIECE = 16 << 20
 
 
 class Driver:
