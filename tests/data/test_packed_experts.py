@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -282,6 +285,40 @@ def test_interleaved_pieces() -> None:
         for some in form.ordered():
             some.separate(own)
         assert torch.equal(own, expected)
+
+
+_FORKS = """
+import os, signal, torch
+from expertcast.data import packed_experts
+
+packed_experts._EXPANDED = 4096
+torch.set_num_threads(2)
+form = packed_experts.BlockForm((packed_experts.Piece("Q8_0", 48),), 512)
+rows, octets = torch.ones(9, 512), torch.zeros(form.nbytes, dtype=torch.uint8)
+form.multiply(rows, octets)
+if not (child := os.fork()):
+    signal.alarm(100)
+    form.multiply(rows, octets)
+    os._exit(0)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q4_0"])
+def test_threads_expand_the_same_weights(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    form = packed_experts.for_device(BlockForm((Piece(kind, 48),), 512), "cpu")
+    octets, given = torch.empty(form.nbytes, dtype=torch.uint8), torch.randn(100, 512)
+    form.put(_random(kind)[0], octets)
+    expected = (given.to(packed_experts.WIDE) @ form.expand(octets).to(packed_experts.WIDE).T).float()
+    monkeypatch.setattr(packed_experts, "_EXPANDED", 8 * 512)
+    for threads in (1, 2, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert torch.equal(form.multiply(given, octets), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_child_process_has_threads_of_its_own() -> None:
+    subprocess.run([sys.executable, "-c", _FORKS], check=True, timeout=200)
 
 
 def test_groups_of_rows_by_interleaved_matrices() -> None:
