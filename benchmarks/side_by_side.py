@@ -183,7 +183,7 @@ class SideBySide:
         spec: Json = {
             "model": str(self._path), "tokens": self._tokens, "prompt": args.prompt, "warm": args.warm,
             "timed": args.new_tokens, "threads": args.threads, "options": options, "predictor": side.predictor,
-            "again": limit is None, "limit": limit, "store": str(store),
+            "again": limit is None, "limit": limit, "store": str(store), "routed": "routing" in self.result,
         }  # fmt: skip
         module, python = (side.peer, str(args.peer)) if side.peer else (OURS, sys.executable)
         # a store, where a side needs one, is written while its first run loads
