@@ -175,8 +175,8 @@ class OffloadConfig:
     """Draft that the exact model verifies: none, auto, int4, int8, resident, a lossy policy and others. `memory`
     includes the experts of int4 and int8."""
     store: str | ExpertStore = "memory"
-    """Storage of the experts: memory (page-locked for CUDA, within a budget; if they do not fit, `load_offloaded` reads
-    them from the checkpoint's own files), or disk (a file)."""
+    """Storage of the experts: memory (page-locked for CUDA, within a budget; `load_offloaded` reads them from the
+    checkpoint's own files if they do not fit, or on the CPU get slots for all of them), or disk (a file)."""
     store_folder: str | Path | None = None
     """With a store on disk, the folder of its file, one per model (default: a temporary file)."""
     in_place: bool = False

@@ -122,8 +122,8 @@ def load_offloaded(
         made = make_store(config, experts_form, target, fingerprint)
         reader = _Reader(sources, len(view), source.name)
         try:
-            if made.name == "memory" and not fits_memory(config, made, beside):
-                made = _in_place(made, config, sources, source.name)
+            if made.name == "memory":
+                made = _in_place(made, config, sources, source.name, fits=fits_memory(config, made, beside))
             made.source = reader
             if made.codec is not None:
                 _choose_file(cast("DiskStore", made), config, sources, source.name)
@@ -298,12 +298,16 @@ def _words(forms: Sequence[Forms]) -> str:
     return f"packed as {', '.join(found)}" if found else EXPANDED
 
 
-def _in_place(memory: ExpertStore, config: OffloadConfig, sources: ExpertSources, name: str) -> ExpertStore:
-    """Return a store of the checkpoint's own files, for experts that do not fit into memory.
+def _in_place(memory: ExpertStore, config: OffloadConfig, sources: ExpertSources, name: str, fits: bool) -> ExpertStore:
+    """Return a store of the checkpoint's own files, for experts that do not fit into memory, or lie in slots alone.
 
-    The store in memory is returned if another option needs it, or if the experts cannot be read in place.
+    On the CPU a store in memory beside slots for all experts is a second copy of them. The store in memory is returned
+    if another option needs it, or if the experts cannot be read in place.
     """
     if config.store != "memory" or config.link != "auto" or config.latency:
+        return memory
+    all_in_slots = memory.device.type == "cpu" and config.slots is None and config.cache and config.bandwidth is None
+    if fits and not all_in_slots:
         return memory
     form = ExpertsForm(shape=memory.shape, layout=memory.layout, model_id=name)
     disk = replace(config, store="disk", in_place=True)
@@ -311,6 +315,7 @@ def _in_place(memory: ExpertStore, config: OffloadConfig, sources: ExpertSources
     try:
         _choose_file(made, disk, sources, name)
     except ExpertcastError as error:
-        warnings.warn(f"experts stay in memory: {error}", stacklevel=3)
+        if not fits:
+            warnings.warn(f"experts stay in memory: {error}", stacklevel=3)
         return memory
     return made

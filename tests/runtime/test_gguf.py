@@ -252,8 +252,11 @@ def test_a_file_runs_without_options(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert offloaded.pool.count == offloaded.store.layers * offloaded.store.experts
     with load_offloaded(path, device="cpu", on_plan=plans.append) as offloaded:
         expected, everything = greedy(offloaded, IDS, 4), offloaded.pool.count
-        assert offloaded.store.name == "memory"
+        assert offloaded.store.name == "checkpoint"  # all are in slots: in memory they would lie twice
         assert is_packed(offloaded.view[0].experts)
+    with load_offloaded(path, device="cpu", slots=everything // 2) as offloaded:
+        assert offloaded.store.name == "memory"
+        assert_same(greedy(offloaded, IDS, 4), expected)
     monkeypatch.setattr(machine, "available_memory", lambda: 1000)
     with pytest.raises(ExpertcastError, match=r"1 kB of free memory hold 0 experts .* give \d+ bytes or") as caught:
         load_offloaded(path, device="cpu", on_plan=plans.append)
