@@ -89,7 +89,7 @@ class CudaLink(Link):
 
     def send(self, values: Sequence[int]) -> Sent:
         device = self._device
-        given = torch.frombuffer(array("q", values or [0]), dtype=torch.int64)[: len(values)]
+        given = torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
         sent = device.send(given, self._stream)
         self._number += 1
         return Sent(sent, partial(self._wait_event, device.record(self._stream), self._number))
@@ -164,12 +164,11 @@ class CudaLink(Link):
     def start(self, copy: Transfer) -> None:
         """Queue the copy on the stream after all issued ones."""
         device, stream, issued = self._device, self._stream, self._issued
-        read = self._read.pop(copy.slot, None)
+        last, read = issued[-1].arrived if issued else None, self._read.pop(copy.slot, None)
         if read is not None and read[0] > self._marks_waited:  # compute reads in order
             stream.wait_event(read[1])
-            self._marks_waited = read[0]
-        # After another copy, its end event serves as this one's start: an extra event would take link time.
-        last = issued[-1].arrived if issued else None
+            self._marks_waited, last = read[0], None
+        # Right after another copy, its end event serves as this one's start: an extra event would take link time.
         copy.begun = device.record(stream, timing=True) if last is None or last.query() else last
         source, target = self._source(copy), self._pool.block(copy.slot)
         if not self._whole or copy.precision != FULL:

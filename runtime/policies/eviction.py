@@ -160,14 +160,16 @@ _SLACK = 64
 class ByPriority(EvictionPolicy):
     """Base class of policies that evict the expert with the lowest priority; ties by LRU.
 
-    An access is a copy or a use and takes O(log n). `victim` takes O(log n) on average per protected expert that it
-    passes.
+    An access is a copy or a use and takes O(1). `victim` takes O(log n) on average for each access since the last call
+    and each protected expert that it passes, and O(1) for each expert that is still protected.
     """
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._heap: list[_Entry] = []
         """Entries that are no longer in `_valid` stay until they reach the top."""
+        self._aside: list[_Entry] = []
+        """Entries outside the heap until no longer protected: of new accesses, and those that were at the top."""
         self._valid: dict[int, _Entry] = {}
         self._clock = 0
 
@@ -187,35 +189,42 @@ class ByPriority(EvictionPolicy):
 
     def clear(self) -> None:
         self._heap.clear()
+        self._aside.clear()
         self._valid.clear()
 
     def victim(self, protected: Container[int]) -> int | None:
         """Raise outdated entries at the top of the heap first: a priority may rise between two accesses."""
-        heap, passed = self._heap, list[_Entry]()
-        found = None
-        while heap and found is None:
+        heap, valid, aside, self._aside = self._heap, self._valid, self._aside, list[_Entry]()
+        for entry in aside:
+            key = entry[2]
+            if key in protected:
+                self._aside.append(entry)
+            elif valid.get(key) is entry:
+                if (now := self._priority(key)) > entry[0]:
+                    entry = valid[key] = (now, entry[1], key)
+                heapq.heappush(heap, entry)
+        while heap:
             entry = heap[0]
             key = entry[2]
-            if self._valid.get(key) is not entry:
+            if valid.get(key) is not entry:
                 heapq.heappop(heap)
             elif (now := self._priority(key)) > entry[0]:
-                self._valid[key] = (now, entry[1], key)
-                heapq.heapreplace(heap, self._valid[key])
+                valid[key] = (now, entry[1], key)
+                heapq.heapreplace(heap, valid[key])
             elif key in protected:
-                passed.append(heapq.heappop(heap))
+                self._aside.append(heapq.heappop(heap))
             else:
-                found = key
-        for entry in passed:
-            heapq.heappush(heap, entry)
-        return found
+                return key
+        return None
 
     def _access(self, key: int) -> None:
         self._clock += 1
         entry = self._valid[key] = (self._priority(key), self._clock, key)
-        heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._valid) + _SLACK:
+        self._aside.append(entry)
+        if len(self._heap) + len(self._aside) > 2 * len(self._valid) + _SLACK:
             self._heap = list(self._valid.values())
             heapq.heapify(self._heap)
+            self._aside.clear()
 
 
 class Rescored(EvictionPolicy):
@@ -387,10 +396,10 @@ class LRFU(ByPriority):
         self._held[layer] += 1
         if self.scans and (self._held[layer] > self._share or len(self._valid) + 1 >= self.shape.slots):
             self._passing.add(key)
-        super().insert(key, full)
+        self._access(key)
 
     def remove(self, key: int) -> None:
-        super().remove(key)
+        del self._valid[key]
         self._held[key // self.shape.experts] -= 1
         self._passing.discard(key)
 

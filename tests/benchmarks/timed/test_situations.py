@@ -129,6 +129,16 @@ class TestLink:
         forecasts = [link.submit(slot, slot, urgent=False) for slot in range(6, 10)]
         assert [copy.started for copy in forecasts] == [True, True, False, False]
 
+    def test_a_wait_for_the_slots_readers_is_not_counted(self, link: TimedCudaLink, device: TimedDevice) -> None:
+        """Copies take as long as they move bytes, behind another copy too."""
+        device.launch(100 * COPY_S)
+        link.mark_read([1])
+        for slot in range(3):
+            link.submit(slot, slot, urgent=True)
+        link.synchronize()
+        assert device.now > 100 * COPY_S
+        assert link.busy_s == pytest.approx(3 * COPY_S, rel=0.1)
+
     def test_a_miss_waits_for_a_window_of_forecasts_at_most(self, link: TimedCudaLink, device: TimedDevice) -> None:
         for slot in range(8):
             link.submit(slot, slot, urgent=False)
