@@ -51,6 +51,7 @@ class TimedCase:
     """Bytes per second."""
     accuracy: float | None = None
     """Forecast accuracy; None: on demand."""
+    forecasts: str = "always"
     capacity: float = 0.0
     """Slots as a share of all experts; 0: no cache."""
     step: StepCosts = field(default_factory=StepCosts)
@@ -200,7 +201,7 @@ def decode_timed(case: TimedCase) -> TimedRun:
             policies=case.policies,
             slots=round(case.capacity * view.shape.layers * view.shape.experts) or None,
             predictor=None if case.accuracy is None else routing,
-            forecasts="always",
+            forecasts=case.forecasts,
         )
         with offload(model, config, observers=[clockwork]) as offloaded:
             clockwork.offloaded(offloaded, config.ahead)

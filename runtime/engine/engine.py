@@ -190,10 +190,15 @@ class LayerFlow:
         """Keys of the running layer that the host computes."""
 
     def read(self, *tensors: Tensor) -> list[Any]:
-        """Return the values of some tensors; on CUDA after all launched work, while the link goes on."""
+        """Return the values of some tensors; on CUDA after all launched work, while the link goes on. There the host
+        waits for copies here, as far as compute waits for them."""
         if self._readback is None:
             return [tensor.tolist() for tensor in tensors]
-        return [*map(Pending.tolist, [*map(self._readback.start, tensors)])]
+        residency, link = self.residency, self.residency.link
+        start = link.clock()
+        values = [*map(Pending.tolist, [*map(self._readback.start, tensors)])]
+        residency.waited_s += max(0.0, link.awaited_until_s - start)
+        return values
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the host, as :meth:`read` returns its values."""

@@ -74,6 +74,8 @@ class Link(ABC):
     """
     driver: CudaDevice | None = None
     """Streams and events of the slots' CUDA device, known once attached; None on the CPU."""
+    awaited_until_s: float = 0.0
+    """With a driver, when the link last saw that a copy had arrived for which compute waits; the host does not."""
 
     def __init__(self) -> None:
         self.bytes_moved = 0

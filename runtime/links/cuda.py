@@ -183,6 +183,8 @@ class CudaLink(Link):
         issued = self._issued
         while issued and issued[0].arrived.query():
             copy = issued.popleft()
+            if copy.number <= self._waited:
+                self.awaited_until_s = self.clock()
             # The clock's numbers have single precision: a short time is exact only between two events close together.
             start, seconds = 0.0, copy.begun.elapsed_time(copy.arrived) / 1e3
             try:

@@ -73,6 +73,15 @@ def test_situation(name: str) -> None:
     assert not run.races
 
 
+def test_auto_stops_forecasts_that_cost_more_than_they_save() -> None:
+    """The host does not wait for a CUDA link's copies: what they cost is seen where it waits for the device."""
+    case = replace(CASE, layers=12, bandwidth=12e9, capacity=0.25, warm_up=16, steps=48)
+    on_demand = decode_timed(case).tpot_s
+    wrong, right = (decode_timed(replace(case, accuracy=each, forecasts="auto")).tpot_s for each in (0.0, 1.0))
+    assert wrong < 1.1 * on_demand
+    assert right < 0.97 * on_demand
+
+
 def test_forecasts_do_not_wait_for_the_layers_copies() -> None:
     """A forecast is computed, and its prefetches are queued, while this layer's copies are in flight."""
     run = decode_timed(replace(CASE, accuracy=1.0))
