@@ -15,10 +15,11 @@ from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predicto
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Forecast, ModelShape, PredictorConfig, names
 from expertcast.predictors.base import LogOdds, inclusion_probability, margin
+from expertcast.predictors.hybrid import Hybrid
 from expertcast.training import calibrate as calibration
 from expertcast.training.calibrate import fit_log_odds
 from expertcast.training.evaluation import evaluate
-from expertcast.training.fit import fit
+from expertcast.training.fit import FITTERS, fit
 from expertcast.training.metrics import Calibration, membership_probability
 from expertcast.training.scoring import FitOptions, Fitted
 from tests.sealed import edit_json
@@ -187,8 +188,12 @@ def test_every_predictor_comes_out_calibrated(
     layers = reference_traces.view.shape.layers
     for predictor in predictors.values():
         assert [len(predictor.calibration[1])] == [layers - 1]
-    batches = reference_traces.batches("validation", 4096)
-    values = evaluate(predictors, batches, reference_traces.view, chained=False).as_dict()["calibration"]
+    values = {}
+    for split, trained in (("train", False), ("validation", True)):
+        own = {name: each for name, each in predictors.items() if (name in {*FITTERS, Hybrid.name}) == trained}
+        report = evaluate(own, reference_traces.batches(split, 4096), reference_traces.view, chained=False)
+        values |= report.as_dict()["calibration"]
+    assert values.keys() == predictors.keys()
     for name, result in values.items():
         assert result["ece"] < 0.01, name
         assert result["ece_likely"] < 0.02, name
