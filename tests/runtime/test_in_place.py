@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from expertcast import OffloadConfig, load_offloaded, offload
 from expertcast.cli import main
@@ -39,6 +40,14 @@ def saved(family: str, folder: Path, **given: Any) -> str:
     return str(folder)
 
 
+def mixed(folder: Path) -> str:
+    """One expert of each layer in another dtype."""
+    file = Path(saved("qwen3_moe", folder)) / "model.safetensors"
+    tensors = {name: each.float() if ".experts.1." in name else each for name, each in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    return str(folder)
+
+
 def gguf(kind: str, folder: Path) -> str:
     write(folder / "model.gguf", tiny("qwen3_moe"), kind)
     return str(folder / "model.gguf")
@@ -48,6 +57,7 @@ CHECKPOINTS: dict[str, tuple[Made, dict[str, Any], bool]] = {
     "a tensor per expert": (partial(saved, "qwen3_moe"), {}, PLAIN),
     "a tensor per expert, in shards": (partial(saved, "mixtral", max_shard_size="60KB"), {}, PLAIN),
     "a tensor per layer, with biases": (partial(saved, "gpt_oss"), {}, PLAIN),
+    "an expert of another dtype": (mixed, {"dtype": "bf16"}, CONVERTED),
     "another dtype": (partial(saved, "olmoe"), {"dtype": "fp32"}, CONVERTED),
     "fp8, dequantised": (partial(fp8, "qwen3_moe"), {}, CONVERTED),
     "mxfp4, dequantised": (mxfp4, {}, CONVERTED),
