@@ -17,7 +17,7 @@ from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.messages import Json
 from tests.package.conftest import RUN
-from tests.package.test_cli import ran
+from tests.package.test_cli import fails, ran
 
 TEXT = ("--data", REFERENCE)
 
@@ -87,3 +87,12 @@ def test_simulate(tiny_folder: str, store_folder: str, tiny_traces: TraceDataset
         offloaded = quality(ran(tmp_path, "", *command, "--store-folder", store_folder))
     assert offloaded == plain
     assert plain[0] > 1
+
+
+def test_training_on_a_model_leaves_half_of_the_memory(
+    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sums, rows and steps need it: with all of it the model had left nothing, and the system ended the process."""
+    monkeypatch.setattr(options, "free_memory", lambda _device: 2_000_000)
+    line = ("train", tiny_folder, *TEXT, "--in-place", "--predictor", "linear", "--out", tmp_path / "ck")
+    assert "memory=1000000 holds 0 experts" in fails(capsys, *map(str, line))

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.commands.numbers import bandwidth, not_negative_whole, positive, seed
-from expertcast.data.machine import torch_device
+from expertcast.data.machine import free_memory, torch_device
 from expertcast.data.models import TooLargeError, load_model, load_tokenizer
 from expertcast.data.plan import TextOptions
 from expertcast.data.processes import join_ranks, wait_for_all
@@ -422,8 +422,12 @@ class OffloadedOptions(StoredOptions):
     codec: Annotated[str | None, Option(metavar="CODEC")] = None
     """Compression of the experts in --store-folder (default: that of the folder, else raw)."""
 
-    def load(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def load(self, name: str, part: float = 1.0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Return a model on its device, offloaded if it is too large or an option requires it, and its tokenizer.
+
+        Args:
+            name: the model.
+            part: of the free memory, that of an offloaded model without --memory and --slots.
 
         Raises:
             ExpertcastError: no such model, tokenizer or device, or options that contradict each other.
@@ -434,8 +438,12 @@ class OffloadedOptions(StoredOptions):
                 return super().load(name)
         from expertcast.runtime.config import OffloadConfig
 
+        memory: int | str | None = self.memory
+        free = free_memory(torch_device(self.device_name)) if part < 1 and memory is None and not self.slots else None
+        if free is not None:
+            memory = int(part * free)
         config = OffloadConfig(
-            slots=self.slots, memory=self.memory, store="disk" if self.store_folder or self.in_place else "memory",
+            slots=self.slots, memory=memory, store="disk" if self.store_folder or self.in_place else "memory",
             store_folder=self.store_folder, in_place=self.in_place, codec=self.codec, experts=self.experts,
         )  # fmt: skip
         share, tokenizer = join_ranks(), self.tokenizer(name)

@@ -211,7 +211,7 @@ def training_source(options: Options) -> TraceSource:
         except NotOnHubError as error:
             raise ExpertcastError(f"{error}; to train online on a model of that name, give --data") from error
     documents = load_documents(options.data, column=options.text_column, tokens=options.fit.tokens)
-    model, tokenizer = options.load(options.source)
+    model, tokenizer = options.load(options.source, part=0.5)  # sums, rows and steps take what is left
     source = OnlineTraces(model, tokenizer, documents, options.text, seed=options.fit.seed, tokens=options.fit.tokens)
     counts = ", ".join(f"{source.token_count(split):,} {split}" for split in SPLITS)
     say(f"{options.source} runs over {source.token_count():,} tokens of text ({counts})")
