@@ -69,15 +69,16 @@ class ExpertsInPlace:
             parts = sources.file_parts(layer)
             ranges = [self._ranges_of(own) for own in parts]
             self._ranges += ranges
-            stored, *others = {tuple((tensor.get_dtype(), *tensor.get_shape()) for tensor, _ in own) for own in parts}
-            form = layout.fields_of(layer), tuple(sources.ordered(layer, layout)), stored
-            if others:
+            stored = {tuple((tensor.get_dtype(), *tensor.get_shape()) for tensor, _ in own) for own in parts}
+            if len(stored) > 1:  # each is converted for itself; raises if one has another shape than the model
                 block = HostMemory(layout.block_bytes).bytes
                 for key in range(layer * experts, (layer + 1) * experts):
-                    self.fill(key, block)  # raises if one has another shape than the model
-            elif form not in places:
+                    self.fill(key, block)
+                continue
+            form = layout.fields_of(layer), tuple(sources.ordered(layer, layout)), *stored
+            if form not in places:
                 places[form] = self._places(layer)
-            found = None if others else places[form]
+            found = places[form]
             if found is not None:
                 self._plain[layer] = True
                 self._ranges[-experts:] = [
