@@ -31,13 +31,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError, install_command
 
 VERSION = "0.20"
 """Releases of ggml whose functions and types are those declared here."""
 FOLDER = "EXPERTCAST_GGML"
 """Environment variable: a folder with another build of ggml's libraries."""
-_REMEDY = "pip install '.[ggml]' in the checkout"
 
 
 class BlockType(NamedTuple):
@@ -181,14 +180,14 @@ class _Library:
                     function.restype, function.argtypes = result, arguments
                     self.__dict__[name.removeprefix("ggml_")] = function
         except (OSError, AttributeError) as error:
-            raise ExpertcastError(f"ggml in {str(folder)!r} cannot be used ({error}): {_REMEDY}") from error
+            raise ExpertcastError(f"ggml in {str(folder)!r} cannot be used ({error}): {install_command('ggml')}") from error
         version = self.version().decode()
         sizes = all(
             (self.blck_size(number), self.type_size(number)) == (elements, nbytes)
             for number, elements, nbytes in TYPES.values()
         )
         if not version.startswith(f"{VERSION}.") or not sizes:
-            raise ExpertcastError(f"ggml {version} in {str(folder)!r} is not {VERSION}: {_REMEDY}")
+            raise ExpertcastError(f"ggml {version} in {str(folder)!r} is not {VERSION}: {install_command('ggml')}")
         # a function that does nothing: ggml would print a line for each matrix that it interleaves
         self.log_set(ctypes.cast(base.ggml_type_size, c_void_p), None)
 
@@ -202,7 +201,7 @@ def _folder() -> Path:
         return Path(given)
     spec = importlib.util.find_spec("libggml")
     if spec is None or not spec.submodule_search_locations:
-        raise ExpertcastError(f"packed experts run on ggml, which is not installed: {_REMEDY}")
+        raise ExpertcastError(f"packed experts run on ggml, which is not installed: {install_command('ggml')}")
     return Path(spec.submodule_search_locations[0])
 
 

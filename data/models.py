@@ -209,7 +209,9 @@ def _check_room(source: ModelSource, model: PreTrainedModel, device: torch.devic
         )
 
 
-_NO_TOKENIZER = ExpertcastError("transformers finds no tokenizer files")
+_NO_TOKENIZER = ExpertcastError(
+    "transformers finds no tokenizer files: put the model's tokenizer.json and tokenizer_config.json beside its weights"
+)
 
 
 def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokenizerBase:
@@ -227,6 +229,8 @@ def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokeniz
     try:
         if "gguf_file" in arguments and any(map(source.file, ("tokenizer.json", "tokenizer_config.json"))):
             del arguments["gguf_file"]
+        if "gguf_file" in arguments:
+            check_package(source.name)
         with light_headers(source.gguf()) if "gguf_file" in arguments else nullcontext():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path, **arguments)
     except Exception as error:  # invalid files raise any kind of exception, depending on the family

@@ -315,6 +315,8 @@ class ModelSource:
                 reason = f"the folder has no config.json, but a GGUF file: use {folder / ggufs[0]}"
             elif (folder / ADAPTER).exists():
                 reason = f"the folder has an adapter ({ADAPTER}) and no model: load its base model, then the adapter"
+            else:
+                reason = "the folder has no config.json; use the folder of a model"
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json", self.options.get("gguf_file", "")):
             if _starts(folder / name, _POINTER):
                 reason = str(damaged(folder / name, error))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from importlib.metadata import requires
 from typing import Any, TypeAlias, TypeVar
 
 from tqdm import tqdm
@@ -47,9 +49,15 @@ def first_line(error: Exception) -> str:
 
 _EXTRAS = {
     "lightning": "train", "torchmetrics": "train", "tensorboard": "train", "datasets": "train", "matplotlib": "report",
-    "accelerate": "report",
 }  # fmt: skip
 """Extra that brings a package, by its name."""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra by the names of its packages, with or without a checkout."""
+    end = f'; extra == "{extra}"'
+    packages = [each.removesuffix(end) for each in requires("expertcast") or () if each.endswith(end)]
+    return shlex.join(["pip", "install", *packages])
 
 
 def missing_extra(error: ModuleNotFoundError) -> ExpertcastError:
@@ -61,7 +69,7 @@ def missing_extra(error: ModuleNotFoundError) -> ExpertcastError:
     package = (error.name or "").partition(".")[0]
     if package not in _EXTRAS:
         raise error
-    return ExpertcastError(f"{package} is not installed: pip install '.[{_EXTRAS[package]}]' in the checkout")
+    return ExpertcastError(f"{package} is not installed: {install_command(_EXTRAS[package])}")
 
 
 # Results and tables

@@ -35,7 +35,7 @@ from expertcast.data.machine import native_dtype
 from expertcast.data.packed_experts import Piece
 from expertcast.data.source import GGUF, Quantised, damaged
 from expertcast.data.weights.files import ComputedTensor, FileTensor, Part, TensorFile, WeightFiles
-from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError, install_command
 
 _UNMAPPED = {
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -299,7 +299,7 @@ def complete_config(config: PretrainedConfig, paths: list[str]) -> None:
 def check_package(name: str) -> None:
     """Raise ExpertcastError if the package gguf, which reads GGUF files, is not installed."""
     if not is_gguf_available():
-        raise ExpertcastError(f"{name!r} is a GGUF file, which takes a package: pip install '.[gguf]' in the checkout")
+        raise ExpertcastError(f"{name!r} is a GGUF file, which takes a package: {install_command('gguf')}")
 
 
 def _converted(

@@ -200,8 +200,8 @@ def test_what_would_end_the_process_is_refused() -> None:
 @pytest.mark.parametrize(
     ("files", "line"),
     [
-        ([], r"cannot be used \(no library ggml-base\): pip install '\.\[ggml\]'"),
-        (["libggml-base.so", "libggml-cpu.so"], r"cannot be used .*: pip install '\.\[ggml\]'"),
+        ([], r"cannot be used \(no library ggml-base\): pip install 'libggml-python"),
+        (["libggml-base.so", "libggml-cpu.so"], r"cannot be used .*: pip install 'libggml-python"),
     ],
 )
 def test_another_library(files: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_another_library(files: list[str], line: str, tmp_path: Path, monkeypatc
     with pytest.raises(ExpertcastError, match=r"ggml 0\..* is not 0\.19"):
         ggml.check()
     monkeypatch.setattr(ggml.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ExpertcastError, match=r"ggml, which is not installed: pip install '\.\[ggml\]'"):
+    with pytest.raises(ExpertcastError, match=r"ggml, which is not installed: pip install 'libggml-python"):
         ggml.check()
 
 

@@ -90,7 +90,8 @@ def test_a_model_without_a_tokenizer(model: Path, capsys: pytest.CaptureFixture[
     for path in model.glob("*token*"):
         path.unlink()
     for command in (["generate", str(model), "--prompt", "It"], ["serve", str(model)]):
-        assert "transformers finds no tokenizer files" in fails(capsys, *command)
+        line = fails(capsys, *command)
+        assert "transformers finds no tokenizer files: put the model's tokenizer.json and" in line
 
 
 def test_a_configuration_of_another_size(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from expertcast.cli import main
 from expertcast.commands import serve
 from expertcast.commands.chat import Interrupt
 from expertcast.data.models import load_model
-from expertcast.predictors.messages import format_bytes
+from expertcast.predictors.messages import format_bytes, install_command
 from expertcast.runtime.storage.expert_file import FILE_NAME, read_header
 from tests.package.test_cli import fails, ran
 
@@ -265,9 +265,6 @@ def test_chat_writes_what_the_last_answer_took(tmp_path: Path, monkeypatch: pyte
     assert found["stats"]["requests"] > 0
 
 
-def test_a_missing_extra_is_installed_from_the_checkout(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """expertcast is not on the package index."""
+def test_serving_without_its_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda _name: None)
-    assert fails(capsys, "serve", "reference").endswith(": pip install '.[serve]' in the checkout")
+    assert fails(capsys, "serve", "reference").endswith(f": {install_command('serve')}")

@@ -113,7 +113,7 @@ def test_a_folder_that_is_not_there(model: str, said: str, capsys: pytest.Captur
 def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Such as a store's."""
     said = fails(capsys, "generate", str(tmp_path), "--prompt", "x")
-    assert f"no tokenizer for '{tmp_path}': transformers finds no tokenizer files" in said
+    assert f"no tokenizer for '{tmp_path}': the folder has no config.json; use the folder of a model" in said
 
 
 def test_inspect_refuses_a_dense_model_and_cuts_no_text(

@@ -13,7 +13,7 @@ from expertcast.commands.numbers import not_negative_whole
 from expertcast.commands.options import COUNT, DeploymentOptions, Model, Option
 from expertcast.commands.output import Outcome, forecast_lines, offload_lines, say
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.messages import format_bytes
+from expertcast.predictors.messages import format_bytes, install_command
 
 if TYPE_CHECKING:
     from expertcast.runtime.offloading import OffloadedModel
@@ -50,7 +50,7 @@ def run(options: Options) -> Outcome:
     """Load the model offloaded and serve it until Ctrl-C or SIGTERM."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise ExpertcastError(f"serving needs {', '.join(missing)}: pip install '.[serve]' in the checkout")
+        raise ExpertcastError(f"serving needs {', '.join(missing)}: {install_command('serve')}")
     from expertcast.runtime.serving.handlers import MOST_AT_ONCE
     from expertcast.runtime.serving.server import ModelServer, listen
 
