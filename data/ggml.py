@@ -131,6 +131,7 @@ _BASE: dict[str, tuple[Any, ...]] = {
     "ggml_add": (c_void_p, c_void_p, c_void_p, c_void_p),
     "ggml_mul": (c_void_p, c_void_p, c_void_p, c_void_p),
     "ggml_swiglu": (c_void_p, c_void_p, c_void_p),
+    "ggml_cast": (c_void_p, c_void_p, c_void_p, c_int),
     "ggml_concat": (c_void_p, c_void_p, c_void_p, c_void_p, c_int),
     "ggml_rms_norm": (c_void_p, c_void_p, c_void_p, c_float),
     "ggml_new_graph_custom": (c_void_p, c_void_p, c_size_t, c_bool),
@@ -186,6 +187,7 @@ class _Library:
             (self.blck_size(number), self.type_size(number)) == (elements, nbytes)
             for number, elements, nbytes in TYPES.values()
         )
+        sizes = sizes and ctypes.sizeof(_Tensor) + _OBJECT == self.tensor_overhead()
         if not version.startswith(f"{VERSION}.") or not sizes:
             raise ExpertcastError(f"ggml {version} in {str(folder)!r} is not {VERSION}: {install_command('ggml')}")
         # a function that does nothing: ggml would print a line for each matrix that it interleaves
@@ -240,7 +242,7 @@ def _interleaved() -> dict[str, tuple[int, int]]:
     library, found = _library(), dict[str, tuple[int, int]]()
     registry = library.backend_cpu_reg()
     listed = library.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
-    if not listed or ctypes.sizeof(_Tensor) + _OBJECT != library.tensor_overhead():
+    if not listed:
         return found
     kinds = ctypes.CFUNCTYPE(POINTER(c_void_p), c_void_p)(listed)(library.backend_reg_dev_get(registry, 0))
     for memory in takewhile(bool, kinds):
@@ -367,6 +369,8 @@ class _Team:
     def __init__(self) -> None:
         self._seconds = [0.0, 0.0]
         """Mean per weight with all threads and with one; 0: not tried yet."""
+        self._faster, self._longer = True, math.inf
+        """Whether one thread is faster, and what a trial of the other number takes longer, per weight."""
         self._since = 0.0
         """Seconds of products since the slower number was tried."""
         self._failed = 0
@@ -378,13 +382,8 @@ class _Team:
         A trial is expected to take as long as its mean, but at first at most twice as long as the other number: the
         mean may be of a product that stood still, such as beside the reads of a prompt.
         """
-        all_threads, one = self._seconds
-        if not (all_threads and one):
-            return not one
-        slower = one > all_threads
-        longer = min(abs(one - all_threads), min(one, all_threads) * 2.0 ** min(self._failed, 30))
-        trial = self._since * _TRIED > longer * work
-        return slower == trial
+        trial = self._since * _TRIED > self._longer * work
+        return self._faster != trial
 
     def took(self, alone: bool, seconds: float, work: int) -> None:
         """Count a product."""
@@ -395,6 +394,12 @@ class _Team:
         self._since = 0.0 if trial else self._since + seconds
         changed = (self._seconds[alone] > other > 0) != trial
         self._failed = 0 if changed else self._failed + trial
+        all_threads, one = self._seconds
+        if all_threads and one:
+            self._faster = one <= all_threads
+            self._longer = min(abs(one - all_threads), min(one, all_threads) * 2.0 ** min(self._failed, 30))
+        else:
+            self._faster = not one
 
 
 class _Backend:
@@ -411,21 +416,14 @@ class _Backend:
         library.backend_cpu_set_threadpool(self._backend, self._pool)
         self._teams: dict[object, _Team] = {}
 
-    def compute(self, graph: int, kind: str, work: int) -> None:
-        """Compute a graph that multiplies `work` weights of a type by numbers."""
+    def team(self, kind: str, work: int) -> _Team | None:
+        """Return what chooses the threads for products of `work` weights of a type; None: all threads."""
         if self.threads == 1 or work > _LARGE:
-            self._run(graph, self.threads)
-            return
-        size = kind, work.bit_length()
-        team = self._teams.get(size)
-        if team is None:
-            team = self._teams[size] = _Team()
-        alone = team.alone(work)
-        start = perf_counter()
-        self._run(graph, 1 if alone else self.threads)
-        team.took(alone, perf_counter() - start, work)
+            return None
+        return self._teams.setdefault((kind, work.bit_length()), _Team())
 
-    def _run(self, graph: int, threads: int) -> None:
+    def compute(self, graph: int, threads: int) -> None:
+        """Compute a graph."""
         if threads != self._threads:
             self._library.backend_cpu_set_n_threads(self._backend, threads)
             self._threads = threads
@@ -440,7 +438,12 @@ class _Backend:
 
     def forget(self) -> None:
         """Leave the threads to a parent process, whose they are."""
-        self._pool = None
+        self._pool, self.threads = None, 0
+
+
+def number_of(dtype: torch.dtype) -> int:
+    """Return the `ggml_type` of a dtype of torch."""
+    return _NUMBERS[dtype]
 
 
 class Matrices(NamedTuple):
@@ -487,7 +490,7 @@ class Graph:
     Tensors are addresses of ggml's own records. Shapes are ggml's: torch's, reversed.
 
     Args:
-        kind, work: type and number of the weights that are multiplied, as for `_Backend.compute`.
+        kind, work: type and number of the weights that are multiplied, as for `_Backend.team`.
         nodes: most tensors.
         memory: aligned uint8 for results between the first operation and the last.
     """
@@ -495,6 +498,8 @@ class Graph:
     def __init__(self, kind: str, work: int, nodes: int, memory: Tensor | None = None) -> None:
         self._library = library = _library()
         self._kind, self._work = kind, work
+        self._backend: _Backend | None = None
+        self._team: _Team | None = None
         self._buffers: list[int] = []
         self._held, self._memory, self._used = list[Tensor](), memory, 0
         overhead = library.graph_overhead_custom(nodes, False) + nodes * library.tensor_overhead()
@@ -523,8 +528,26 @@ class Graph:
         return self.view("view_3d", whole, inputs, outputs, count, width, stride, start)
 
     def record(self, kind: str, *sizes: int) -> _Tensor:
-        """Return a new tensor of at most 3 dimensions without memory."""
+        """Return a new tensor of at most 3 dimensions without memory; `data` is the address of contiguous numbers."""
         made = self._library.new_tensor_3d(self._context, TYPES[kind].number, *(*sizes, 1, 1)[:3])
+        return _Tensor.from_address(made)
+
+    def given(self, dtype: torch.dtype, *sizes: int) -> tuple[_Tensor, int]:
+        """Return a tensor whose address is set before each run, and a copy of its numbers in float32."""
+        record = self.record(KINDS[dtype], *sizes)
+        return record, self.apply("cast", ctypes.addressof(record), _NUMBERS[torch.float32])
+
+    def numbers(self, memory: Tensor) -> int:
+        """Return the numbers of contiguous memory in float32, read in each run; the graph keeps the memory."""
+        self._held.append(memory)
+        record, made = self.given(memory.dtype, *reversed(memory.shape))
+        record.data = memory.data_ptr()
+        return made
+
+    def taken(self, tensor: int, dtype: torch.dtype) -> _Tensor:
+        """Add a copy of a tensor in a dtype; its address is set before each run."""
+        made = self._library.cast(self._context, tensor, _NUMBERS[dtype])
+        self._library.build_forward_expand(self._graph, made)
         return _Tensor.from_address(made)
 
     def view(self, name: str, *arguments: object) -> int:
@@ -554,11 +577,18 @@ class Graph:
 
     def run(self) -> None:
         """Compute the operations, in the order in which they were added."""
-        thread, threads = _THREAD, torch.get_num_threads()
-        if thread.backend is None or thread.backend.threads != threads:
-            thread.backend = None
-            thread.backend = _Backend(threads)
-        thread.backend.compute(self._graph, self._kind, self._work)
+        backend, threads = self._backend, torch.get_num_threads()
+        if backend is None or backend.threads != threads:
+            backend = self._backend = _THREAD.backend_of(threads)
+            self._team = backend.team(self._kind, self._work)
+        team = self._team
+        if team is None:
+            backend.compute(self._graph, threads)
+            return
+        alone = team.alone(self._work)
+        start = perf_counter()
+        backend.compute(self._graph, 1 if alone else threads)
+        team.took(alone, perf_counter() - start, self._work)
 
     def __del__(self) -> None:
         for buffer in self._buffers:
@@ -571,31 +601,33 @@ class Product(Graph):
 
     Args:
         matrices: of the first product.
-        rows: float32 [T, A, I], contiguous.
+        dtype, sizes: of the rows, T, A and I.
         ids: int32 [T, K], contiguous.
-        output: float32 [T, K, N], contiguous.
-        down, between: matrices of the second product, and memory for results between the two; None: there is none.
+        output: [T, K, N], contiguous.
+        between: memory for results before the last.
+        down: matrices of the second product; None: there is none.
     """
 
     def __init__(
-        self, matrices: Matrices, rows: Tensor, ids: Tensor, output: Tensor, down: Matrices | None = None,
-        between: Tensor | None = None,
+        self, matrices: Matrices, dtype: torch.dtype, sizes: tuple[int, ...], ids: Tensor, output: Tensor,
+        between: Tensor, down: Matrices | None = None,
     ) -> None:  # fmt: skip
         each = matrices.outputs * matrices.inputs + (0 if down is None else down.outputs * down.inputs)
         super().__init__(matrices.kind, ids.numel() * each, _NODES, between)
-        self._rows, self._ids, self._output, self._count = rows, ids, output, matrices.experts
+        self._ids, self._output, self._count = ids, output, matrices.experts
         self._numbers = (c_uint32 * ids.numel()).from_address(ids.data_ptr())
-        numbers = self.tensor(ids)
-        first = self.weights(matrices), self.tensor(rows), numbers
-        if down is None:
-            self.apply("mul_mat_id", *first, out=output)
-        else:
-            inner = self.apply("swiglu", self.apply("mul_mat_id", *first))
-            self.apply("mul_mat_id", self.weights(down), inner, numbers, out=output)
+        numbers, out = self.tensor(ids), output if output.dtype == torch.float32 else None
+        self._rows, made = self.given(dtype, *reversed(sizes))
+        if down is not None:
+            made = self.apply("swiglu", self.apply("mul_mat_id", self.weights(matrices), made, numbers))
+        made = self.apply("mul_mat_id", self.weights(down or matrices), made, numbers, out=out)
+        if out is None:
+            self.apply("cast", made, _NUMBERS[output.dtype], out=output)
 
     def multiply(self, rows: Tensor, ids: Tensor | None, numbers: Sequence[int] | None = None) -> Tensor:
         """Return the output for some rows, and other ids unless they are None; `numbers`: the ids, if known."""
-        self._rows.copy_(rows)
+        rows = rows.contiguous()
+        self._rows.data = rows.data_ptr()
         if ids is not None:
             if numbers is None:
                 self._ids.copy_(ids)
@@ -635,6 +667,13 @@ class _Thread(threading.local):
         self.backend: _Backend | None = None
         self.graphs: dict[tuple[object, ...], object] = {}
         self.memory: dict[str, Tensor] = {}
+
+    def backend_of(self, threads: int) -> _Backend:
+        """Return the backend with so many threads."""
+        if self.backend is None or self.backend.threads != threads:
+            self.backend = None
+            self.backend = _Backend(threads)
+        return self.backend
 
     def take(self, *needed: tuple[str, tuple[int, ...], torch.dtype]) -> list[Tensor]:
         """Return memory by name, shape and dtype, which all graphs of the thread share."""
@@ -682,52 +721,55 @@ def kept(key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
 
 def product(
     matrices: Matrices, rows: Tensor, ids: Tensor | None = None, down: Matrices | None = None,
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[int] | None = None, dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Multiply rows by matrices; a row's result does not depend on the other rows, or on the number of threads.
 
     Args:
         matrices: the matrices.
-        rows: [T, A, I] of any float dtype, on the CPU.
+        rows: [T, A, I], or [T, I] for A = 1, of any float dtype, on the CPU.
         ids: numbers of the matrices of each token, [T, K]; None: the first one, K = 1.
         down: matrices by which :func:`swiglu` of the products is multiplied; None: there are none.
         numbers: `ids`, flat, where they are known.
+        dtype: of the result, one of `KINDS`.
 
     Returns:
-        float32 [T, K, N], in memory that this thread's next product overwrites.
+        [T, K, N], in memory that this thread's next product overwrites.
 
     Raises:
         ExpertcastError: ids out of range, or ggml is not installed.
     """
-    top_k, last = 1 if ids is None else ids.shape[1], matrices if down is None else down
+    top_k, last = 1 if ids is None else ids.shape[1], down or matrices
 
     def made() -> Product:
-        tokens, given, inputs = rows.shape
+        tokens, given, inputs = rows.shape if rows.dim() == 3 else (len(rows), 1, rows.shape[1])
         assert given in (1, top_k)
         assert ids is None or len(ids) == tokens
         assert inputs == matrices.inputs
         assert inputs % TYPES[matrices.kind].elements == 0
         assert down is None or (down.inputs * 2, down.experts) == (matrices.outputs, matrices.experts)
         assert rows.device.type == "cpu"
-        inner = 0 if down is None else tokens * top_k * (matrices.outputs * 6 + 2 * _ALIGNED)
-        memory = _THREAD.take(
-            ("rows", (tokens, given, inputs), torch.float32),
+        inner = 0 if down is None else matrices.outputs * 6 + 2 * _ALIGNED
+        inner = tokens * top_k * (inner + 4 * last.outputs + _ALIGNED)
+        numbers, output, between = _THREAD.take(
             ("zeros" if ids is None else "ids", (tokens, top_k), torch.int32),
-            ("output", (tokens, top_k, last.outputs), torch.float32), ("inner", (inner,), torch.uint8),
-        )  # fmt: skip
+            ("output", (tokens, top_k, last.outputs), dtype),
+            ("inner", (inner + 4 * rows.numel() + _ALIGNED,), torch.uint8),
+        )
         if ids is None:
-            memory[1].zero_()
-        rows_in, numbers, output, between = memory
-        return Product(matrices, rows_in, numbers, output, down, between)
+            numbers.zero_()
+        return Product(matrices, rows.dtype, (tokens, given, inputs), numbers, output, between, down)
 
     if not (len(rows) and top_k and last.outputs and matrices.experts):
-        return torch.empty(len(rows), top_k, last.outputs, dtype=torch.float32)
+        return torch.empty(len(rows), top_k, last.outputs, dtype=dtype)
     rows = rows.detach() if rows.requires_grad else rows
+    rows = rows if rows.dtype in KINDS else rows.float()
     if ids is None and matrices.interleaved and len(rows) >= AT_ONCE:
         key = "rows", *matrices._replace(address=0, experts=1, stride=0), len(rows)
         many = kept(key, lambda: _Rows(matrices.at(0), len(rows)))
         return many.multiply(matrices.address, rows.squeeze(1)).unsqueeze(1)
-    return kept((matrices, down, rows.shape, top_k, ids is None), made).multiply(rows, ids, numbers)
+    this = matrices, down, rows.dtype, dtype, rows.shape, top_k, ids is None
+    return kept(this, made).multiply(rows, ids, numbers)
 
 
 class _Gate(Graph):

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.utils import output_capturing
 
 from expertcast.data import ggml
+from expertcast.data.kv_cache import added
 from expertcast.data.machine import without_gradients
 from expertcast.data.packed_experts import PackedMatrix
 
@@ -132,15 +133,27 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | N
         own: tuple[Tensor, Tensor | None] = type(module).forward(module, *args, **kwargs)
         return own
     matrices = projections(module)
-    key = (*matrices, *_parts(module))
+    key = (*matrices, *_parts(module), kwargs["hidden_states"].dtype)
     return module.o_proj(attended(module, kwargs["hidden_states"], kwargs, matrices, key)), None
 
 
 def _parts(module: Any) -> tuple[object, ...]:
     """Return what a graph depends on beside the matrices: another model's may lie where freed ones lay."""
+    epsilons = [getattr(module._modules.get(name), "variance_epsilon", None) for name in _NORMS]
+    return module.head_dim, *epsilons, *((own[name].dtype, own[name].data_ptr()) for own, name in vectors(module))
+
+
+def vectors(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Return the biases and the norms' weights that graphs read where they lie, by owner and name."""
     own = module._modules
-    biased = [own[name]._parameters["bias"] is not None for name in _PROJECTIONS]
-    return module.head_dim, *biased, *(getattr(own.get(name), "variance_epsilon", None) for name in _NORMS)
+    found = [(own[name]._parameters, "bias") for name in _PROJECTIONS]  # type: ignore[union-attr]
+    found += [(norm._parameters, "weight") for norm in map(own.get, _NORMS) if norm is not None]
+    return [(owner, name) for owner, name in found if owner[name] is not None]
+
+
+def is_readable(vector: Tensor) -> bool:
+    """Whether graphs can read a vector where it lies."""
+    return vector.dtype in ggml.KINDS and vector.device.type == "cpu" and vector.is_contiguous()
 
 
 def is_fused(module: nn.Module | None) -> bool:
@@ -158,19 +171,22 @@ def takes(module: Any, hidden: object, arguments: Mapping[str, Any]) -> bool:
     """
     positions = arguments.get("position_embeddings")
     return (
-        isinstance(hidden, Tensor) and hidden.shape[:2] == (1, 1) and hidden.device.type == "cpu"
+        isinstance(hidden, Tensor) and hidden.shape == (1, 1, module._modules["q_proj"].in_features)
+        and hidden.device.type == "cpu" and hidden.dtype in ggml.KINDS
         and arguments.get("past_key_values") is not None and arguments.get("attention_mask") is None
         and positions is not None and positions[0].shape == (1, 1, module.head_dim)
-        and module.config._attn_implementation == "sdpa" and not module.training
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        and vars(module.config).get("_attn_implementation_internal") == "sdpa"  # its property takes 5 to 15 us
+        and not module.training and torch._C._get_tracing_state() is None
     )  # fmt: skip
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether the layers that the graph replaces are packed and without hooks."""
+    """Whether the layers that the graph replaces are packed, without hooks, and readable."""
     own = module._modules
     replaced = [each for name, each in own.items() if each is not None and name != "o_proj"]
-    return all(is_packed(own[name]) for name in _PROJECTIONS) and not any(map(observed, replaced))
+    if not all(is_packed(own[name]) for name in _PROJECTIONS) or any(map(observed, replaced)):
+        return False
+    return all(is_readable(owner[name]) for owner, name in vectors(module))
 
 
 def observed(module: nn.Module) -> bool:
@@ -203,8 +219,8 @@ def attended(
         key: that of the graph (:func:`ggml.kept`).
         norm: RMSNorm of the input; None: the input is normalised.
     """
-    attention = ggml.kept(key, lambda: _Attention(module, matrices, norm))
-    return attention.run(module, hidden, arguments["position_embeddings"], arguments["past_key_values"], norm)
+    attention = ggml.kept(key, lambda: _Attention(module, hidden.dtype, matrices, norm))
+    return attention.run(module, hidden, arguments["position_embeddings"], arguments["past_key_values"])
 
 
 class _Turn:
@@ -229,63 +245,57 @@ class _Attention:
 
     Args:
         module: the attention module.
+        dtype: of its input and output.
         matrices: of its projections of queries, keys and values.
         before: RMSNorm of the input; None: there is none.
     """
 
-    def __init__(self, module: Any, matrices: tuple[ggml.Matrices, ...], before: Any = None) -> None:
-        size, hidden = module.head_dim, matrices[0].inputs
-        self._heads = [own.outputs // size for own in matrices]
-        heads, pairs, _ = self._heads
+    def __init__(self, module: Any, dtype: torch.dtype, matrices: tuple[ggml.Matrices, ...], before: Any) -> None:
+        size, hidden, own = module.head_dim, matrices[0].inputs, module._modules
+        heads, pairs, _ = (each.outputs // size for each in matrices)
+        shape = 1, heads + 2 * pairs, 1, size
         memory = ggml.scratch(
-            ((1, 1, hidden), torch.float32), ((1, heads + 2 * pairs, 1, size), torch.float32),
-            ((5, heads * size), torch.float32), (((heads + pairs) * size * _STEPS * 4 + 8 * hidden,), torch.uint8),
-            ((1, hidden), torch.float32), ((heads + pairs, size), torch.float32),
+            (shape, torch.float32), (shape, dtype), ((heads + pairs, size), torch.float32),
+            (((heads + pairs) * size * _STEPS * 4 + 16 * hidden,), torch.uint8),
         )  # fmt: skip
-        self._input, self._made, self._vectors, between, self._norm, turning = memory
+        made, turned, turning, between = memory
         self._turn = ggml.kept(("turn", size), lambda: _Turn(size))
-        self._copied: list[tuple[Tensor, str, str]] = []
-        work = sum(own.outputs * own.inputs for own in matrices)
+        work = sum(each.outputs * each.inputs for each in matrices)
         self._graph = graph = ggml.Graph("attention", work, _NODES, between)
-        row, cos, sin = graph.tensor(self._input), graph.tensor(self._turn.cos), graph.tensor(self._turn.sin)
+        cos, sin = graph.tensor(self._turn.cos), graph.tensor(self._turn.sin)
+        self._input, row = graph.given(dtype, hidden)
         if before is not None:
-            row = graph.apply("mul", graph.apply("rms_norm", row, before.variance_epsilon), graph.tensor(self._norm))
-        parts = *turning.split_with_sizes((heads, pairs)), self._made[:, heads + pairs :]
-        for own, name, norm, out in zip(matrices, _PROJECTIONS, (*_NORMS, ""), parts, strict=True):
-            biased, scale = module._modules[name].bias is not None, module._modules.get(norm)
-            made = graph.apply("mul_mat", graph.weights(own), row, out=None if biased or scale else out)
-            if biased:
-                made = graph.apply("add", made, self._vector(name, "bias", own.outputs), out=None if scale else out)
-            if scale:
-                made = graph.view("reshape_2d", made, size, own.outputs // size)
-                made = graph.apply("rms_norm", made, scale.variance_epsilon)
-                graph.apply("mul", made, self._vector(norm, "weight", size), out=out)
-        made = graph.tensor(turning)
-        halves = [graph.view("view_2d", made, size // 2, heads + pairs, 4 * size, start) for start in (2 * size, 0)]
+            normed = graph.apply("rms_norm", row, before.variance_epsilon)
+            row = graph.apply("mul", normed, graph.numbers(before._parameters["weight"].detach()))
+        parts = *turning.split_with_sizes((heads, pairs)), made[:, heads + pairs :]
+        for matrix, name, norm, out in zip(matrices, _PROJECTIONS, (*_NORMS, ""), parts, strict=True):
+            bias, scale = own[name].bias, own.get(norm)
+            found = graph.apply("mul_mat", graph.weights(matrix), row, out=out if bias is scale is None else None)
+            if bias is not None:
+                found = graph.apply("add", found, graph.numbers(bias.detach()), out=out if scale is None else None)
+            if scale is not None:
+                found = graph.view("reshape_2d", found, size, matrix.outputs // size)
+                found = graph.apply("rms_norm", found, scale.variance_epsilon)
+                graph.apply("mul", found, graph.numbers(scale._parameters["weight"].detach()), out=out)
+        before_turn = graph.tensor(turning)
+        halves = [
+            graph.view("view_2d", before_turn, size // 2, heads + pairs, 4 * size, start) for start in (2 * size, 0)
+        ]
         across = graph.apply("mul", graph.apply("concat", *halves, 0), sin)
-        graph.apply("add", graph.apply("mul", made, cos), across, out=self._made[:, : heads + pairs])
-
-    def _vector(self, owner: str, name: str, count: int) -> int:
-        """Return a tensor over memory to which each run copies a small parameter."""
-        memory = self._vectors[len(self._copied), :count]
-        self._copied.append((memory, owner, name))
-        return self._graph.tensor(memory)
+        graph.apply("add", graph.apply("mul", before_turn, cos), across, out=made[:, : heads + pairs])
+        graph.apply("cast", graph.tensor(made), ggml.number_of(dtype), out=turned)
+        query, self._keys, self._values = turned.split_with_sizes((heads, pairs, pairs), 1)
+        self._query = query.view(1, pairs, heads // pairs, -1)
 
     @without_gradients
-    def run(self, module: Any, hidden: Tensor, positions: tuple[Tensor, Tensor], cache: Any, norm: Any) -> Tensor:
+    def run(self, module: Any, hidden: Tensor, positions: tuple[Tensor, Tensor], cache: Any) -> Tensor:
         """Run :func:`attended`."""
-        heads, pairs, _ = self._heads
-        if norm is not None:
-            self._norm.copy_(norm._parameters["weight"])
-        for memory, owner, name in self._copied:
-            memory.copy_(module._modules[owner]._parameters[name])
-        self._input.copy_(hidden)
+        hidden = hidden.contiguous()
+        self._input.data = hidden.data_ptr()
         self._turn.follow(*positions)
         self._graph.run()
-        query, keys, values = self._made.to(hidden.dtype).split_with_sizes(self._heads, 1)
-        keys, values = cache.update(keys, values, module.layer_idx)
-        query = query.view(1, pairs, heads // pairs, -1)
-        seen: Tensor = nn.functional.scaled_dot_product_attention(query, keys, values, scale=module.scaling)
+        keys, values = added(cache, module.layer_idx, self._keys, self._values)
+        seen = nn.functional.scaled_dot_product_attention(self._query, keys, values, scale=module.scaling)
         return seen.view(1, 1, -1)
 
 

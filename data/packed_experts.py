@@ -577,7 +577,7 @@ def _run_named(experts: nn.Module, *args: Any) -> Tensor:
     """Run the function that the model names; :func:`run_experts` in place of transformers' own."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    name = experts.config._experts_implementation  # type: ignore[union-attr]
+    name = vars(experts.config)["_experts_implementation_internal"]  # its property takes 5 to 15 us
     named = ALL_EXPERTS_FUNCTIONS.get_interface(name, run_experts)
     output: Tensor = (run_experts if named.__module__.startswith("transformers.") else named)(experts, *args)
     return output
@@ -610,7 +610,9 @@ def run_experts(
     apart = up is None or grouped or hidden_TD.device.type != "cpu"
     if not apart and 0 < len(hidden_TD) < min(up.few_tokens, down.few_tokens):
         if not experts.has_bias and up.has_one_piece and down.has_one_piece and _has_swiglu(experts):
-            made_TKD = ggml.product(up.single(), hidden_TD.unsqueeze(1), ids_TK, down.single(), ids)
+            own = hidden_TD.dtype
+            dtype = own if own in ggml.KINDS and not experts.has_post_expert_norm else torch.float32
+            made_TKD = ggml.product(up.single(), hidden_TD, ids_TK, down.single(), ids, dtype)
             return combine(normed(made_TKD.flatten(0, 1)), weights_TK, hidden_TD.dtype)
         ids_P = ids_TK.reshape(-1)
         inner_PN = biased(names[0], up.by_ggml(hidden_TD.unsqueeze(1), ids_TK).flatten(0, 1), ids_P)

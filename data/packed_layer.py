@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, update_wrapper
+from operator import itemgetter
 from threading import local
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from expertcast.data.machine import one_row, without_gradients, without_onednn
 from expertcast.data.taps import OBSERVES
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_NODES = 16
+_NODES = 24
 """Most tensors of a graph."""
 _STEP = "_step"
 """Attribute of a layer."""
@@ -170,8 +171,8 @@ class _Layer:
         if step is None or not all(getattr(hook, OBSERVES, False) for hook in after._forward_pre_hooks.values()):
             return self._own(layer, *args, **kwargs)
         seen = packed_attention.attended(attention, args[0], kwargs, step.projections, (step.key, True), before)
-        graph = ggml.kept((step.key, False), lambda: _After(step.output, step.weights, after))
-        residual, hidden, product = graph.run(seen, args[0], after)
+        graph = ggml.kept((step.key, False), lambda: _After(args[0].dtype, step.output, step.weights, after))
+        residual, hidden, product = graph.run(seen, args[0])
         for hook in after._forward_pre_hooks.values():
             hook(after, (residual,))
         if step.weights is not None:
@@ -184,10 +185,10 @@ class _Step(NamedTuple):
 
     hooks: list[dict[Any, Any]]
     """Hooks of the parts that the graphs replace: there are none."""
-    parts: list[tuple[Mapping[str, Any], str, object]]
-    """Modules, and the forward of attention, by owner and name."""
-    places: list[tuple[Mapping[str, Any], str, int]]
-    """Addresses of parameters, by owner and name."""
+    parts: list[tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], object], object]]
+    """Owners with the parts that are theirs: modules, and the forward of attention."""
+    places: list[tuple[Mapping[str, Any], str, torch.dtype, int]]
+    """Dtypes and addresses of parameters, by owner and name."""
     projections: tuple[ggml.Matrices, ...]
     output: ggml.Matrices
     """The output matrix of attention."""
@@ -209,65 +210,82 @@ class _Step(NamedTuple):
             return None
         hooks = [each for own in (attention, *replaced) for each in (own._forward_hooks, own._forward_pre_hooks)]
         hooks.append(after._forward_hooks)
-        owners = [(layer, name) for name in ("self_attn", *_NORMS)] + [(attention, name) for name in attention._modules]
+        owners = {id(layer): (layer, ["self_attn", *_NORMS]), id(attention): (attention, [*attention._modules])}
         inner: Any = layer if router else None
         for name in router or ():
-            owners.append((inner, name))
+            owners.setdefault(id(inner), (inner, []))[1].append(name)
             inner = inner._modules[name]
         weights = None if inner is None else weights_of(inner)
         packed = [own.__dict__["matrix"] for own in replaced if packed_attention.is_packed(own)]
-        places = [(own.parameters, own.name, own.blocks.data_ptr()) for own in packed]
+        read: list[tuple[Mapping[str, Any], str]] = [(own.parameters, own.name) for own in packed]
         if weights is not None:
-            places.append((inner._parameters, "weight", weights.address))
-        parts: list[tuple[Mapping[str, Any], str, object]]
-        parts = [(owner._modules, name, owner._modules[name]) for owner, name in owners]
-        parts.append((attention.__dict__, "forward", attention.forward))
+            read.append((inner._parameters, "weight"))
+        vectors = [(norm._parameters, "weight") for norm in (before, after)] + packed_attention.vectors(attention)
+        wrong = any(norm.weight.numel() != output.out_features for norm in (before, after))
+        if wrong or not all(packed_attention.is_readable(own[name]) for own, name in vectors):
+            return None
+        places = [(own, name, own[name].dtype, own[name].data_ptr()) for own, name in (*read, *vectors)]
+        parts: list[tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], object], object]]
+        parts = [(own._modules, getter := itemgetter(*names), getter(own._modules)) for own, names in owners.values()]
+        parts.append((attention.__dict__, itemgetter("forward"), attention.forward))
         matrix = output.__dict__["matrix"].single()
         found = cls(hooks, parts, places, packed_attention.projections(attention), matrix, inner, weights, object())
         return found if found.holds() else None
 
     def holds(self) -> bool:
         """Return whether nothing has changed."""
-        return (
-            not (any(self.hooks) and any(map(packed_attention.observing, self.hooks)))
-            and all(own.get(name) is each for own, name, each in self.parts)
-            and all(own[name].data_ptr() == address for own, name, address in self.places)
-        )
+        if any(self.hooks) and any(map(packed_attention.observing, self.hooks)):
+            return False
+        try:
+            for own, parts, found in self.parts:
+                if parts(own) != found:
+                    return False
+            for own, name, dtype, address in self.places:
+                memory = own[name]
+                if memory.data_ptr() != address or memory.dtype != dtype:
+                    return False
+        except KeyError:  # a part was removed
+            return False
+        return True
 
 
 class _After:
     """The graph of a layer behind its attention.
 
     Args:
+        dtype: of the layer's input and output.
         matrix: the output matrix of attention.
         weights: the router's; None: there is no product with them.
         norm: the norm of what is behind.
     """
 
-    def __init__(self, matrix: ggml.Matrices, weights: ggml.Matrices | None, norm: Any) -> None:
-        row, both = ((1, 1, matrix.outputs), torch.float32), ((2, 1, 1, matrix.outputs), torch.float32)
-        product = (1, 0 if weights is None else weights.outputs), torch.float32
-        between = (8 * matrix.outputs + 64,), torch.uint8
-        memory = ggml.scratch(((1, 1, matrix.inputs), torch.float32), row, row, both, product, between)
-        self._seen, self._before, self._norm, self._made, self._product, space = memory
-        residual, normed = self._made
-        self._graph = graph = ggml.Graph("attention", matrix.outputs * matrix.inputs, _NODES, space)
-        made = graph.apply("mul_mat", graph.weights(matrix), graph.tensor(self._seen))
-        made = graph.apply("add", made, graph.tensor(self._before), out=residual)
-        made = graph.apply("rms_norm", made, norm.variance_epsilon)
-        made = graph.apply("mul", made, graph.tensor(self._norm), out=normed)
+    def __init__(self, dtype: torch.dtype, matrix: ggml.Matrices, weights: ggml.Matrices | None, norm: Any) -> None:
+        self._inputs, self._size, self._dtype = matrix.inputs, matrix.outputs, dtype
+        self._products = 0 if weights is None else weights.outputs
+        (between,) = ggml.scratch(((4 * (matrix.inputs + 6 * matrix.outputs + self._products) + 512,), torch.uint8))
+        self._graph = graph = ggml.Graph("attention", matrix.outputs * matrix.inputs, _NODES, between)
+        (self._seen, seen), (self._before, before) = graph.given(dtype, matrix.inputs), graph.given(dtype, self._size)
+        residual = graph.apply("add", graph.apply("mul_mat", graph.weights(matrix), seen), before)
+        normed = graph.apply("rms_norm", residual, norm.variance_epsilon)
+        normed = graph.apply("mul", normed, graph.numbers(norm._parameters["weight"].detach()))
+        self._made = [graph.taken(residual, dtype), graph.taken(normed, dtype)]
         if weights is not None:
-            graph.apply("mul_mat", graph.weights(weights), made, out=self._product)
+            product = graph.apply("mul_mat", graph.weights(weights), normed)
+            self._made.append(graph.taken(product, torch.float32))
 
     @without_gradients
-    def run(self, seen: Tensor, hidden: Tensor, norm: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the residual and what the norm makes of it, [1, 1, D] each, and the product [1, E]."""
-        self._seen.copy_(seen)
-        self._before.copy_(hidden)
-        self._norm.copy_(norm._parameters["weight"])
+    def run(self, seen: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the residual and what the norm makes of it, [1, 1, D] each, and the product, float32 [1, E]."""
+        seen, hidden = seen.contiguous(), hidden.contiguous()
+        assert seen.numel() == self._inputs
+        self._seen.data, self._before.data = seen.data_ptr(), hidden.data_ptr()
+        both = torch.empty(2, 1, 1, self._size, dtype=self._dtype)
+        product = torch.empty(1, self._products, dtype=torch.float32)
+        residual, normed = both.unbind()
+        for record, memory in zip(self._made, (residual, normed, product), strict=False):
+            record.data = memory.data_ptr()
         self._graph.run()
-        residual, normed = self._made.to(hidden.dtype, copy=True).unbind()
-        return residual, normed, self._product.clone()
+        return residual, normed, product
 
 
 class _Half(nn.Module):
