@@ -670,8 +670,9 @@ class Engine:
         rung = own if target in speculator.layers else flow.choose(target, own)
         if rung is None:
             return
+        clock = self.residency.link.clock
+        start = clock()
         self._enter("forecast", call.layer)
-        start = perf_counter()
         ids_TN = speculator.hint(call, rung)
         forecast = speculator.forecast(call, rung) if ids_TN is None else None
         self._enter("policy", call.layer)
@@ -686,7 +687,7 @@ class Engine:
         else:
             return
         early = speculator.early
-        flow.forecast(target, rung, perf_counter() - start, compared=early is not None and early.compared)
+        flow.forecast(target, rung, clock() - start, compared=early is not None and early.compared)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the output of a layer's experts, computed from slots.
