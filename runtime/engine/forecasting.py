@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from expertcast.predictors.messages import Json
 from expertcast.runtime.engine.cache import ExpertCache
@@ -16,6 +16,11 @@ from expertcast.runtime.recording.learning import LOSS, RunningMean, Share
 
 _MEMORY = 0.1
 """Weight of the newest observation in running means."""
+
+
+def _mean(known: Collection[float], unknown: float) -> float:
+    """Return the mean of known values: those of layers that have not been reached are expected to be as large."""
+    return sum(known) / len(known) if known else unknown
 
 
 class Pace:
@@ -55,7 +60,11 @@ class Pace:
 
     def computing_s(self, target: int) -> float:
         """Return the seconds of computing from the running layer's routing to that of a later one; inf: unknown."""
-        return sum(math.inf if own.value is None else own.value for own in self._interval[self._layer + 1 : target + 1])
+        between = [own.value for own in self._interval[self._layer + 1 : target + 1]]
+        if None in between:
+            usual = _mean([own.value for own in self._interval if own.value is not None], math.inf)
+            between = [usual if seconds is None else seconds for seconds in between]
+        return sum(between)
 
     def awaited_s(self) -> float:
         """Return the seconds for which the running layer waits for its copies: forecasts are free meanwhile."""
@@ -93,8 +102,11 @@ class _Kind:
     def __init__(self, name: str, recall: float | None, copy_s: float) -> None:
         self.name, self.made, self.ran_s = name, 0, 0.0
         """Forecasts so far, and the time of the latest step."""
-        self.found = Share(RECALL if recall is None else recall, firmness=_FIRM)
-        """Share of a layer's missing experts that its forecasts had requested."""
+        expected = RECALL if recall is None else recall
+        self.found, self.right = Share(expected, firmness=_FIRM), Share(expected, firmness=_FIRM)
+        """Share of a layer's missing experts that its forecasts had requested, and of their copies that it used."""
+        self.copies = RunningMean()
+        """Copies that a forecast brings about."""
         self.cost = RunningMean()
         """Seconds of the model's thread per forecast, prefetching included."""
         self.targets: set[int] = set()
@@ -110,16 +122,16 @@ class ForecastGovernor:
 
     A forecast saves waiting. It finds a share f of the M experts that a layer lacks, and their copies run while the
     model computes until that layer, for w seconds: it saves f x min(M x copy, w). It costs c seconds, less those that
-    the running layer waits for copies anyway, but not below 0. A wrong copy that is under way when the layer is reached
-    delays it by up to one copy. M, f, w and c are learned while the model runs. A layer gets a forecast where the
-    saving exceeds cost and delay.
+    the running layer waits for copies anyway, but not below 0. Of its N copies some are under way when the layer is
+    reached, at most as many as the link begins at once: wrong ones among them delay it. M, f, w, c and N are learned
+    while the model runs. A layer gets a forecast where the saving exceeds cost and delay.
 
     One rung makes all forecasts of a step. Each kind of step (one per rung, and one without forecasts) has a measured
     duration apart from waiting and a measured share of waiting in the time that copies of the missing experts take; so
     tokens that lack many experts compare with tokens that lack few. The kind that took least runs; another one replaces
-    it after a step of its own. Such a trial forecasts all layers that lack experts, whatever it costs: so costs are
-    measured again. Trials that are expected to lose cost less than 1% of the time. Decisions depend on time, and never
-    change a bit of the output.
+    it after a step of its own. Such a trial takes all forecasts to be right until its own layers show that they are
+    not, and leaves out their cost: so both are measured again. Trials that are expected to lose cost less than 1% of
+    the time. Decisions depend on time, and never change a bit of the output.
 
     One governor holds for one number of sequences.
 
@@ -153,24 +165,34 @@ class ForecastGovernor:
         """Begin a decode step: its first layer has been reached."""
         self._made: dict[int, _Kind] = {}
         """By target layer, the rung that has forecast it in this step."""
-        self._lacking, self._new = 0, False
-        """Missing experts of this step; whether it made a layer's first forecast by a rung, or programs."""
+        self._before: dict[int, int] = {}
+        """By target layer, its prefetched copies before that forecast."""
+        self._hope = None if self._kind is self._best else Share(1.0, firmness=_FIRM)
+        """In a trial, the share of missing experts that its forecasts find."""
+        self._lacking, self._first_s, self._new = 0, 0.0, False
+        """Missing experts of this step; seconds of layers' first forecasts by a rung beyond a later one's; whether it
+        made programs."""
         self._start_s, self._waited_s = self._link.clock(), self._residency.waited_s
         """Time at which the step began; seconds of waiting before it."""
 
     def choose(self, target: int) -> int | None:
         """Return the rung that is to forecast a layer; None: no forecast is worth its time."""
         kind, known, reason = self._kind, self._missing.get(target), ""
-        found, copy_s, computing_s = kind.found.value, self._link.copy_s, self._pace.computing_s(target)
-        missing_s = (1.0 if known is None else known.value) * copy_s
-        saved_s = found * min(missing_s, computing_s)
-        saved_s -= (1 - found) * min(copy_s, max(0.0, missing_s - computing_s))
+        copy_s, computing_s = self._link.copy_s, self._pace.computing_s(target)
+        missing = _mean([own.value for own in self._missing.values()], 1.0) if known is None else known.value
+        copies, hope = max(missing, kind.copies.value or 0.0), 0.0 if self._hope is None else self._hope.value
+        saved_s = max(hope, kind.found.value) * min(missing * copy_s, computing_s)
+        under_way_s = min(self._link.window * copy_s, max(0.0, copies * copy_s - computing_s))
+        saved_s -= (1 - max(hope, kind.right.value)) * under_way_s
+        cost_s = max(0.0, (kind.cost.value or 0.0) - self._pace.awaited_s()) if kind is self._best else 0.0
         if kind is self._none:
             reason = "steps without forecasts are faster"
-        elif not missing_s:
+        elif not missing * copy_s:
             reason = "nothing is missing"
-        elif kind is self._best and saved_s <= max(0.0, (kind.cost.value or 0.0) - self._pace.awaited_s()):
+        elif saved_s <= cost_s:
             reason = "it costs more than it saves"
+        else:
+            self._before[target] = self._prefetched(target)
         if reason:
             self._reasons[reason] += 1
         return None if reason else self.rung
@@ -179,10 +201,12 @@ class ForecastGovernor:
         """Count a rung's forecast for a layer, which took the model's thread so long, prefetching included; `compared`:
         the step has made or compared programs of early attention, and tells nothing about others."""
         rung = self._made[target] = self.rungs[number]
-        self._new |= compared or target not in rung.targets
-        rung.targets.add(target)
+        self._new |= compared
         rung.made += 1
-        if not self._new:
+        if target not in rung.targets:
+            rung.targets.add(target)
+            self._first_s += max(0.0, seconds - (rung.cost.value or 0.0))
+        elif not self._new:
             rung.cost.observe(max(seconds, 1e-9))
 
     def requested(self, layer: int, misses: int, found: int) -> None:
@@ -196,21 +220,33 @@ class ForecastGovernor:
         missing = misses + found
         self._lacking += missing
         self._missing.setdefault(layer, Share(missing, keep=1 - _MEMORY)).observe(missing)
-        if missing and (rung := self._made.get(layer)):
-            rung.found.observe(found, missing)
+        rung = self._made.get(layer)
+        if rung is None:
+            return
+        copies = self._prefetched(layer) - self._before.get(layer, 0)
+        rung.copies.observe(copies)
+        rung.right.observe(min(found, copies), copies)
+        for share in (rung.found, self._hope) if missing else ():
+            if share is not None:
+                share.observe(found, missing)
+
+    def _prefetched(self, layer: int) -> int:
+        return self._residency.stats.layers[layer].prefetched
 
     # kinds of steps
 
     def end(self) -> None:
         """End the step: its last layer has been launched. Learn from it, and choose the kind of the next one."""
-        seconds = max(self._link.clock() - self._start_s, 1e-9)
+        seconds = max(self._link.clock() - self._start_s - self._first_s, 1e-9)
         demand_s, waited_s = self._lacking * self._link.copy_s, self._residency.waited_s - self._waited_s
         kind, best, tried = self._kind, self._best, self._kind is not self._best
         self._kind, kind.ran_s = best, self._seconds
         self._seconds += seconds
         if not kind.ran_s or self._new or not demand_s:  # caches are cold, programs are made, or forecasts save nothing
             return
-        if not self._made and not tried:  # cost prevented all forecasts
+        if not self._made and kind is not self._none:  # cost prevented all forecasts
+            if tried:
+                return
             kind = self._best = self._none
         counted = min(1.0, _OUTLIER * self._expected(kind, demand_s) / seconds) if best.own.weight else 1.0
         if tried:

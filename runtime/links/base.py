@@ -62,6 +62,8 @@ class Link(ABC):
     """Whether copies run beside the model's thread. Without overlap prefetching gains nothing."""
     latency: float = 0.0
     """Fixed seconds per copy, independent of its size, as far as the link knows."""
+    window: int = 1
+    """Prefetches that may have begun: an urgent copy waits for them."""
     by_address: bool = True
     """Whether the link reads blocks by their memory address. Stores of coded files have no such address."""
     pools: Pools | None = None

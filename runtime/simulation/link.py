@@ -41,7 +41,7 @@ class VirtualLink(Link):
         self.latency = latency
         self._block_bytes = block_bytes
         self._seconds = {name: latency + count / bandwidth for name, count in block_bytes.items()}
-        self._window, self._expand_s = window, expand_s
+        self.window, self._expand_s = window, expand_s
         self._free_at = 0.0
         """Time at which the last issued copy arrives."""
         self._issued: deque[tuple[float, float, Transfer]] = deque()
@@ -61,7 +61,7 @@ class VirtualLink(Link):
         return self.now
 
     def _may_start(self, copy: Transfer) -> bool:
-        return copy.urgent or len(self._issued) < self._window
+        return copy.urgent or len(self._issued) < self.window
 
     def start(self, copy: Transfer) -> None:
         self._issue(copy, self.now)
@@ -90,7 +90,7 @@ class VirtualLink(Link):
             self.copies += 1
             self.busy_s += seconds
             self.bytes_moved += self._block_bytes[copy.precision]
-            if len(issued) < self._window and (waiting := self._queue.first()) is not None:
+            if len(issued) < self.window and (waiting := self._queue.first()) is not None:
                 waiting.begin()
                 self._issue(waiting, at)
 

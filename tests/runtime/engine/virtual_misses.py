@@ -4,8 +4,7 @@ Cache, policies, queue of copies and the choice of `auto` are the runtime's code
 takes 1 ms: half until the routing is known, half in its K experts. The host takes so many times as long for an expert
 as the device, with a jitter of a tenth, and .05 ms until it begins; it computes beside the device. `auto` knows none of
 these figures: it measures them. R is the time of K copies over that of a layer. A hostile link becomes ten times
-slower, and fast again, after 16 tokens each. All forecasts are made: the governor that leaves out bad ones needs
-measured steps.
+slower, and fast again, after 16 tokens each. A forecast takes .05 ms; all are made, or those that the governor chooses.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.engine.host import HostExperts
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies import Policies
+from expertcast.runtime.policies.settings import ALWAYS, AUTO
 from expertcast.runtime.simulation.link import VirtualLink
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import VirtualRuntime
 from expertcast.runtime.simulation.trace import Forward, Hints, Trace, request_order
 from expertcast.runtime.storage.layout import FULL
 
-LAYER_S, HAND_OVER_S, PHASE = 1e-3, 5e-5, 16
+LAYER_S, HAND_OVER_S, FORECAST_S, PHASE = 1e-3, 5e-5, 5e-5, 16
 STEADY, HOSTILE = "steady", "tenfold"
 
 
@@ -62,7 +62,23 @@ class TableHints(Hints):
 
     def submit(self, layer: int, forward: Forward, flow: LayerFlow) -> None:
         assert isinstance(forward.rows, slice)
-        flow.prefetch(layer + 1, self.ids_NLK[forward.rows.start - self.prompt, layer + 1].tolist())
+        target, link = layer + 1, flow.residency.link
+        rung = flow.choose(target, 0)
+        if rung is None:
+            return
+        assert isinstance(link, VirtualLink)
+        link.spend(FORECAST_S)
+        flow.prefetch(target, self.ids_NLK[forward.rows.start - self.prompt, target].tolist())
+        flow.forecast(target, rung, FORECAST_S)
+
+
+class GovernedFlow(LayerFlow):
+    """A flow whose forwards after the prompt are decode steps."""
+
+    def start_pass(self, fresh: bool) -> None:
+        super().start_pass(fresh)
+        if not fresh:
+            self.start_step(1)
 
 
 class VirtualSide(VirtualRuntime):
@@ -72,14 +88,23 @@ class VirtualSide(VirtualRuntime):
         trace, case: as for :class:`VirtualRuntime`.
         misses: copy, host or auto.
         expert_s: seconds of the host for an expert.
+        forecasts: always, or auto: those that the governor chooses.
     """
 
-    def __init__(self, trace: Trace, case: Case, *, misses: str, expert_s: float) -> None:
+    def __init__(self, trace: Trace, case: Case, *, misses: str, expert_s: float, forecasts: str = ALWAYS) -> None:
         super().__init__(trace, case)
+        if forecasts == AUTO:
+            self.flow = GovernedFlow(self.residency, self.policies, trace.shape, rungs={"forecasts": None})
         self._expert_s, self._random = expert_s, random.Random(0)
         if misses != "copy":
             unused: Any = None
             self.flow.host = HostExperts(unused, unused, self.residency, auto=misses == "auto")
+
+    def run(self, forward: Forward) -> float:
+        seconds = super().run(forward)
+        if self.flow.governor is not None:
+            self.flow.governor.end()
+        return seconds
 
     def _compute(self, layer: int, expert_s: float, chunks: list[list[int]], precision: Any) -> None:
         host, left, link = self.flow.host, self.flow.left, self.link
@@ -117,7 +142,7 @@ def recorded_trace(name: str, new_tokens: int, accuracy: float | None) -> Trace:
 
 def tokens_ms(
     name: str, ratio: float, misses: str, accuracy: float | None, link: str, *, held_back: float = 2.0,
-    new_tokens: int = 64,
+    new_tokens: int = 64, forecasts: str = ALWAYS,
 ) -> list[float]:  # fmt: skip
     """Return the milliseconds of each token after the prompt, with a quarter of the experts cached."""
     trace = recorded_trace(name, new_tokens, accuracy)
@@ -129,7 +154,7 @@ def tokens_ms(
         policies=Policies(prefetch="none" if accuracy is None else "top_k"), machine=machine,
         slots=shape.layers * shape.experts // 4, predictor=None if accuracy is None else "forecasts",
     )  # fmt: skip
-    run = VirtualSide(trace, case, misses=misses, expert_s=held_back * LAYER_S / 2 / shape.top_k)
+    run = VirtualSide(trace, case, misses=misses, expert_s=held_back * LAYER_S / 2 / shape.top_k, forecasts=forecasts)
     found = []
     for place, forward in enumerate(trace.forwards):
         if link == HOSTILE and isinstance(run.link, MeasuredLink):
