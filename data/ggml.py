@@ -181,7 +181,9 @@ class _Library:
                     function.restype, function.argtypes = result, arguments
                     self.__dict__[name.removeprefix("ggml_")] = function
         except (OSError, AttributeError) as error:
-            raise ExpertcastError(f"ggml in {str(folder)!r} cannot be used ({error}): {install_command('ggml')}") from error
+            raise ExpertcastError(
+                f"ggml in {str(folder)!r} cannot be used ({error}): {install_command('ggml')}"
+            ) from error
         version = self.version().decode()
         sizes = all(
             (self.blck_size(number), self.type_size(number)) == (elements, nbytes)

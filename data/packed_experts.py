@@ -596,46 +596,66 @@ def run_experts(
         ids: `ids_TK`, flat, where the host has them.
         grouped: compute all rows in this order at once, for observers of inner activations.
     """
-    names = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+    few_PD = None if grouped else of_few(experts, hidden_TD, ids_TK, ids)
+    if few_PD is not None:
+        return combine(few_PD, weights_TK, hidden_TD.dtype)
+    names = _names(experts)
     packed = [experts.__dict__.get(name) for name in names]
-
-    def biased(name: str, output_PN: Tensor, ids_P: Tensor) -> Tensor:
-        return output_PN.add_(experts._parameters[f"{name}_bias"][ids_P]) if experts.has_bias else output_PN
-
-    def normed(output_PD: Tensor) -> Tensor:
-        made = experts.post_expert_norm(output_PD) if experts.has_post_expert_norm else output_PD
-        return made.to(hidden_TD.dtype)
-
-    up, down = packed
-    apart = up is None or grouped or hidden_TD.device.type != "cpu"
-    if not apart and 0 < len(hidden_TD) < min(up.few_tokens, down.few_tokens):
-        if not experts.has_bias and up.has_one_piece and down.has_one_piece and _has_swiglu(experts):
-            own = hidden_TD.dtype
-            dtype = own if own in ggml.KINDS and not experts.has_post_expert_norm else torch.float32
-            made_TKD = ggml.product(up.single(), hidden_TD, ids_TK, down.single(), ids, dtype)
-            return combine(normed(made_TKD.flatten(0, 1)), weights_TK, hidden_TD.dtype)
-        ids_P = ids_TK.reshape(-1)
-        inner_PN = biased(names[0], up.by_ggml(hidden_TD.unsqueeze(1), ids_TK).flatten(0, 1), ids_P)
-        inner_TKI = activated(experts, inner_PN).view(*ids_TK.shape, -1)
-        output_PD = biased(names[1], down.by_ggml(inner_TKI, ids_TK).flatten(0, 1), ids_P)
-        return combine(normed(output_PD), weights_TK, hidden_TD.dtype)
 
     def project(place: int, rows_PI: Tensor, groups: Groups, ids_P: Tensor) -> Tensor:
         name, own = names[place], packed[place]
         if own is not None:
-            return biased(name, own.products(rows_PI, groups), ids_P)
+            return _biased(experts, name, own.products(rows_PI, groups), ids_P)
         weight = experts._parameters[name]
-        return biased(
-            name, products(rows_PI, weight if experts.is_transposed else weight.transpose(-2, -1), groups), ids_P
+        return _biased(
+            experts,
+            name,
+            products(rows_PI, weight if experts.is_transposed else weight.transpose(-2, -1), groups),
+            ids_P,
         )
 
     def outputs(rows_PD: Tensor, groups: Groups, ids_P: Tensor) -> Tensor:
         inner_PI = activated(experts, project(0, rows_PD, groups, ids_P))
-        return normed(project(1, inner_PI, groups, ids_P))
+        return _normed(experts, project(1, inner_PI, groups, ids_P), hidden_TD.dtype)
 
     order_P = None if order is None or (len(hidden_TD) == 1 and not grouped) else order()
     at_once = ids_TK.numel() if grouped else _AT_ONCE
     return run_groups(outputs, hidden_TD, ids_TK, weights_TK, order_P, ids, at_once)
+
+
+def of_few(experts: Any, hidden_TD: Tensor, ids_TK: Tensor, ids: Sequence[int] | None = None) -> Tensor | None:
+    """Return the outputs of packed experts on the CPU for so few tokens that none is expanded, in memory that the next
+    product overwrites, [T x K, D]; None: these are not such.
+
+    Args:
+        experts, hidden_TD, ids_TK, ids: as for :func:`run_experts`.
+    """
+    names, dtype = _names(experts), hidden_TD.dtype
+    up, down = (experts.__dict__.get(name) for name in names)
+    if up is None or hidden_TD.device.type != "cpu" or not 0 < len(hidden_TD) < min(up.few_tokens, down.few_tokens):
+        return None
+    if not experts.has_bias and up.has_one_piece and down.has_one_piece and _has_swiglu(experts):
+        made = dtype if dtype in ggml.KINDS and not experts.has_post_expert_norm else torch.float32
+        made_TKD = ggml.product(up.single(), hidden_TD, ids_TK, down.single(), ids, made)
+        return _normed(experts, made_TKD.flatten(0, 1), dtype)
+    ids_P = ids_TK.reshape(-1)
+    inner_PN = _biased(experts, names[0], up.by_ggml(hidden_TD.unsqueeze(1), ids_TK).flatten(0, 1), ids_P)
+    inner_TKI = activated(experts, inner_PN).view(*ids_TK.shape, -1)
+    output_PD = _biased(experts, names[1], down.by_ggml(inner_TKI, ids_TK).flatten(0, 1), ids_P)
+    return _normed(experts, output_PD, dtype)
+
+
+def _names(experts: Any) -> tuple[str, str]:
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def _biased(experts: Any, name: str, output_PN: Tensor, ids_P: Tensor) -> Tensor:
+    return output_PN.add_(experts._parameters[f"{name}_bias"][ids_P]) if experts.has_bias else output_PN
+
+
+def _normed(experts: Any, output_PD: Tensor, dtype: torch.dtype) -> Tensor:
+    made: Tensor = experts.post_expert_norm(output_PD) if experts.has_post_expert_norm else output_PD
+    return made.to(dtype)
 
 
 def over_parts(experts: nn.Module, parts: Mapping[str, Tensor]) -> nn.Module:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from expertcast.data.batch import RouterCall
-from expertcast.data.packed_experts import combine, is_packed
+from expertcast.data.packed_experts import combine, is_packed, of_few
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
@@ -712,7 +712,7 @@ class Engine:
         if plan.on_host:
             output_TD = self._run_beside(layer, plan, hidden_TD, weights_TK)
         elif late := self._late(layer, plan):
-            output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._late_last(plan, late))
+            output_TD = self._run_late_last(layer, plan, hidden_TD, weights_TK, late)
         elif len(plan.chunks) == 1:
             output_TD = self._run_whole(layer, plan, hidden_TD, ids_TK, weights_TK)
         else:
@@ -834,18 +834,24 @@ class Engine:
         late = [pair for pair, copy in found if copy is not None and not self.residency.link.poll(copy)]
         return late if len(late) < len(ids) else []
 
-    def _late_last(self, plan: Plan, late: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pairs whose experts are in slots, with these, and the late ones once they are read."""
-        assert plan.sent is not None
-        (keys,), slots = plan.chunks, plan.sent.take()
-        for some in (sorted(set(range(len(slots))).difference(late)), late):
-            if some is late:
-                self._wait(plan.layer, keys)
-            else:
-                self._enter("compute", plan.layer)
-            pairs = torch.tensor(some)
-            yield pairs, slots[pairs]
+    def _run_late_last(
+        self, layer: MoELayer, plan: Plan, hidden_TD: Tensor, weights_TK: Tensor, late: list[int]
+    ) -> Tensor:
+        """Run the experts that are in slots, and the late pairs once theirs are read; sum them in their order."""
+        (keys,), slots = plan.chunks, plan.slots or []
+        rows = dict[int, Tensor]()
+        for some in ([pair for pair in range(len(slots)) if pair not in late], late):
+            self._enter("compute", layer.index)
+            own = [slots[pair] for pair in some]
+            made = of_few(layer.experts, hidden_TD, torch.tensor([own]), own)
+            assert made is not None
+            rows.update(zip(some, (made if some is late else made.clone()).unbind(), strict=True))
+            if some is not late:
+                self._wait(layer.index, keys)
+        output_TD = combine(torch.stack([rows[pair] for pair in range(len(slots))]), weights_TK, hidden_TD.dtype)
+        self._enter("policy", layer.index)
         self.residency.release(keys)
+        return output_TD
 
     def _chunks(self, plan: Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each chunk's pairs with their slots, after its copies have arrived.

@@ -61,10 +61,8 @@ class Pace:
     def computing_s(self, target: int) -> float:
         """Return the seconds of computing from the running layer's routing to that of a later one; inf: unknown."""
         between = [own.value for own in self._interval[self._layer + 1 : target + 1]]
-        if None in between:
-            usual = _mean([own.value for own in self._interval if own.value is not None], math.inf)
-            between = [usual if seconds is None else seconds for seconds in between]
-        return sum(between)
+        known = [own.value for own in self._interval if own.value is not None] if None in between else []
+        return sum(_mean(known, math.inf) if seconds is None else seconds for seconds in between)
 
     def awaited_s(self) -> float:
         """Return the seconds for which the running layer waits for its copies: forecasts are free meanwhile."""
@@ -122,7 +120,7 @@ class ForecastGovernor:
 
     A forecast saves waiting. It finds a share f of the M experts that a layer lacks, and their copies run while the
     model computes until that layer, for w seconds: it saves f x min(M x copy, w). It costs c seconds, less those that
-    the running layer waits for copies anyway, but not below 0. Of its N copies some are under way when the layer is
+    the running layer waits for copies anyway, but not below 0. Some of its N copies are under way when the layer is
     reached, at most as many as the link begins at once: wrong ones among them delay it. M, f, w, c and N are learned
     while the model runs. A layer gets a forecast where the saving exceeds cost and delay.
 

@@ -143,7 +143,7 @@ def test_generating_needs_no_extra(tmp_path: Path) -> None:
         for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
             if not (tmp_path / top).exists():
                 (tmp_path / top).symlink_to(package.locate_file(top))
-    words = "generate reference --prompt It --slots 192 --new-tokens 2".split()
+    words = ["generate", "reference", "--prompt", "It", "--slots", "192", "--new-tokens", "2"]
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"from expertcast.cli import main; print(main({words}))"],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}, capture_output=True, text=True, check=False,

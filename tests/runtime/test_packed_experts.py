@@ -570,13 +570,13 @@ def test_weights_of_another_model(experts: str, tmp_path: Path) -> None:
 def test_experts_in_slots_run_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token's other experts wait; the bits are those of all experts at once, and each is counted once."""
     path, late = FORMS["Q4_0"][0](tmp_path), list[int]()
-    run = Engine._late_last
+    run = Engine._run_late_last
 
     def seen(self: Engine, *args: Any) -> Tensor:
         late.append(len(args[-1]))
         return run(self, *args)
 
-    monkeypatch.setattr(Engine, "_late_last", seen)
+    monkeypatch.setattr(Engine, "_run_late_last", seen)
     with load_offloaded(path, device="cpu", experts="packed", slots=32, dtype="bf16", link="instant") as resident:
         expected = greedy(resident, IDS, 8)
         requests = resident.stats.as_dict()["requests"]
