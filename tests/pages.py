@@ -17,16 +17,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from markdown_it import MarkdownIt
+
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = ROOT / "docs" / "tutorials"
 _BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```\n(?:\n```text\n.*?^```\n)?", flags=re.MULTILINE | re.DOTALL)
 """A block of code, and the output below it."""
 
 
-def commands_of(page: str) -> list[str]:
-    """Return the arguments of `expertcast` in the shell blocks of a page, without comments."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
-    lines = re.findall(r"^expertcast (.*)$", "".join(blocks), flags=re.MULTILINE)
+def blocks_of(page: str, language: str) -> list[str]:
+    """Return the code blocks of a page in a language, as a reader of Markdown sees them; indented blocks are bash."""
+    tokens = MarkdownIt("commonmark").parse((ROOT / page).read_text())
+    return [each.content for each in tokens if (each.type, each.info) in {("fence", language), ("code_block", "")}
+            and (each.type == "fence" or language == "bash")]  # fmt: skip
+
+
+def commands_of(page: str, program: str = "expertcast") -> list[str]:
+    """Return the arguments of a program in the shell blocks of a page, without comments."""
+    shell = "".join(blocks_of(page, "bash")).replace("\\\n", " ")
+    lines = re.findall(rf"^(?:\w+=\S+ )*{re.escape(program)} (.*)$", shell, flags=re.MULTILINE)
     return [line.partition(" #")[0].strip() for line in lines]
 
 

@@ -41,11 +41,6 @@ def test_queries_of_the_page_name_what_there_is() -> None:
     assert _names(PAGE) <= SERIES
 
 
-def test_the_pages_example_imports_what_there_is() -> None:
-    code = PAGE.partition("```python\n")[2].partition("```")[0]
-    exec("\n".join(line for line in code.splitlines() if line.startswith(("import ", "from "))), {})
-
-
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
 
 

@@ -20,7 +20,9 @@ from expertcast.data.traces import TraceDataset
 from tests.pages import ROOT, commands_of
 
 ROUTING = str(ROOT / "benchmarks" / "routing" / "gpt-oss-120b-k2.parquet")
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("quickstart", "deciding", "storage", "policies", "drafts"))]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in (
+    "quickstart", "deciding", "storage", "policies", "drafts", "index", "report", "routing-traces",
+))]  # fmt: skip
 STAND_INS = {
     "Qwen/Qwen3-30B-A3B": "reference", "MODEL": "reference", "30000": "6000", "1024": "256",
     "qwen3-30b-a3b": "reference", "8": "2", "ROUTING.parquet": ROUTING,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ import pytest
 from benchmarks.serving import ask
 from transformers import PreTrainedModel
 
-from tests.pages import commands_of
+from tests.pages import blocks_of, commands_of
 from tests.runtime.conftest import PROMPTS
 from tests.runtime.serving.serving import WAIT_S
 
@@ -94,13 +95,21 @@ def test_an_address_that_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_serves(tmp_path: Path) -> None:
-    """The page's command, with another model, predictor and port."""
+def test_the_page_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page's commands and its client, with another model, predictor and port."""
+    (request,) = (block for block in blocks_of("docs/serving.md", "bash") if block.startswith("curl "))
+    (client,) = blocks_of("docs/serving.md", "python")
     (line,) = (line for line in commands_of("docs/serving.md") if line.startswith("serve MODEL"))
     words = line.removeprefix("serve ").replace("checkpoint", "next_norm").split()
     with process(*words[1:], folder=tmp_path) as (_, address, _lines):
         answer = httpx2.post(f"{address}/v1/completions", json={**LONG, "max_tokens": 5}, timeout=WAIT_S)
         assert answer.json()["usage"]["completion_tokens"] == 5
+        request, client = (
+            text.replace("MODEL", "reference").replace("http://127.0.0.1:8000", address) for text in (request, client)
+        )
+        text = json.loads(subprocess.check_output(request, shell=True))["choices"][0]["text"]
+        exec(client, {})
+        assert capsys.readouterr().out == text
         assert "expertcast_expert_hits_total" in httpx2.get(f"{address}/metrics").text
 
 
