@@ -266,8 +266,9 @@ class ExpertCache:
             if copy is not None and not copy.done and not copy.urgent:
                 self.link.promote(copy)
         first_used = unused.intersection(keys)
-        unused -= first_used
-        self._first_used |= first_used
+        if first_used:
+            unused -= first_used
+            self._first_used |= first_used
         moved = missing
         if self._streamed:
             moved = [*missing, *self._streamed.intersection(keys)]
@@ -275,10 +276,11 @@ class ExpertCache:
         layer = keys[0] // self.experts
         count = self.stats.layers[layer]
         count.requests += len(keys)
-        count.misses += len(moved)
         count.hits += len(keys) - len(moved)
-        count.collisions += len(self._evicted.intersection(moved))
         count.prefetched_used += len(first_used)
+        if moved:
+            count.misses += len(moved)
+            count.collisions += len(self._evicted.intersection(moved))
         for key in self.link.in_order(missing) if missing else ():
             if not self._finds_room(layer, window=True):
                 self._make_room(layer)
@@ -379,24 +381,24 @@ class ExpertCache:
 
     def wait(self, keys: Sequence[int]) -> None:
         """Make compute wait for requested experts of one layer, and mark their slots as in use."""
-        start = self._clock()
-        copies, just_used, in_time = self.copies, self._first_used, 0
+        copies, just_used, layer = self.copies, self._first_used, keys[0] // self.experts
         if just_used:  # polled before the first wait, since more copies arrive during it
+            in_time = 0
             for key in keys:
                 if key in just_used:
                     just_used.remove(key)
                     copy = copies.get(key)
                     in_time += copy is None or self.link.poll(copy)
-        for key in reversed(keys) if copies else ():  # most links end the copies of the last ones last
-            copy = copies.get(key)
-            if copy is not None:
-                self._wait_for(key, copy)
+            self.stats.layers[layer].prefetched_in_time += in_time
+        awaited = [key for key in reversed(keys) if key in copies] if copies else ()
+        if awaited:
+            start = self._clock()
+            for key in awaited:  # most links end the copies of the last ones last
+                self._wait_for(key, copies[key])
+            self.count_wait(layer, self._clock() - start)
         self.link.check()
-        layer = keys[0] // self.experts
         self._policies[layer].use(keys)
         self.pool.mark(keys, SlotState.IN_USE)
-        self.stats.layers[layer].prefetched_in_time += in_time
-        self.count_wait(layer, self._clock() - start)
 
     def release(self, keys: Sequence[int]) -> None:
         """End the use of experts, once compute that reads their slots has been launched."""
@@ -546,7 +548,8 @@ class ExpertCache:
         self._policies[layer].remove(key)
         self._held[self._group_of[layer]] -= 1
         self.pool.release(key)
-        self._packed.pop(key, None)
+        if self._packed:
+            self._packed.pop(key, None)
         self._unused.discard(key)
         self._streamed.discard(key)
         self._forecast_keys.discard(key)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,7 +34,7 @@ from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.driver import Pending, Readback
+from expertcast.runtime.links.driver import Readback
 from expertcast.runtime.policies.eviction import MOST, PROMPT_ROWS
 from expertcast.runtime.policies.miss import Lookup, MissDecision
 from expertcast.runtime.policies.prefetch import Candidates, NoPrefetch, by_rank
@@ -77,7 +77,7 @@ class Plan:
     """Slot of each of the T x K ids, when they are few and one chunk."""
     sent: Sent | None = None
     """Slots of the T x K ids in flight to the device, or of all experts where the ids are many; for one chunk."""
-    on_host: list[int] = field(default_factory=list)
+    on_host: Sequence[int] = ()
     """Pairs whose experts the host computes. `sent` then has the other pairs, their slots, and these pairs."""
 
 
@@ -196,7 +196,7 @@ class LayerFlow:
             return [tensor.tolist() for tensor in tensors]
         residency, link = self.residency, self.residency.link
         start = link.clock()
-        values = [*map(Pending.tolist, [*map(self._readback.start, tensors)])]
+        values = self._readback.values(tensors)
         residency.waited_s += max(0.0, link.awaited_until_s - start)
         return values
 
@@ -433,7 +433,7 @@ class LayerFlow:
 
     def finish(self, layer: int) -> None:
         """End a layer's forecasts: loads without a forecast follow their prefetches."""
-        if self._whole:
+        if self._whole and self._executed >= MOST * self._experts:
             self.stream(layer)
         if self.host is not None:
             self.host.end()
@@ -519,8 +519,10 @@ class Engine:
     ) -> None:  # fmt: skip
         shape = speculator.view.shape
         self.speculator, self.kernel, self.pool, self.view = speculator, kernel, pool, speculator.view
-        self._enter: Callable[[State, int], None] = (lambda *_: None) if link.observer is None else link.observer.enter
-        """Reports the compute stream's new state and layer to the observer."""
+        self._enter: Callable[[State, int], object] = dict[State, object]().get
+        """Reports the compute stream's new state and layer to the observer; without one, it does nothing, in C."""
+        if link.observer is not None:
+            self._enter = link.observer.enter
         self._experts = shape.experts
         self._pointers = [
             {name: view.data_ptr() for name, view in pool.views_of(layer.index).items()} for layer in self.view
@@ -711,7 +713,7 @@ class Engine:
         count.chunks += len(plan.chunks)
         if plan.on_host:
             output_TD = self._run_beside(layer, plan, hidden_TD, weights_TK)
-        elif late := self._late(layer, plan):
+        elif self.residency.link.driver is None and (late := self._late(layer, plan)):
             output_TD = self._run_late_last(layer, plan, hidden_TD, weights_TK, late)
         elif len(plan.chunks) == 1:
             output_TD = self._run_whole(layer, plan, hidden_TD, ids_TK, weights_TK)
@@ -826,7 +828,7 @@ class Engine:
     def _late(self, layer: MoELayer, plan: Plan) -> list[int]:
         """Return the pairs of one token whose experts are still being read, if packed experts can run without them."""
         copies, ids, first = self.residency.copies, plan.ids, layer.index * self._experts
-        if self.residency.link.driver is not None or not copies or plan.slots is None or ids is None:
+        if not copies or plan.slots is None or ids is None:
             return []
         if len(plan.ids_TK) > 1 or self.flow.host is not None or not is_packed(layer.experts):
             return []

@@ -98,7 +98,7 @@ class CudaLink(Link):
         if not self.by_address or precision != FULL:
             return super().submit(key, slot, urgent=urgent, precision=precision)
         copy = Transfer(key, slot, urgent)
-        if not urgent:
+        if not urgent and len(self._issued) >= self.window:
             self._collect()
         if urgent or (not self._queue.heap and self._may_start(copy)):  # no urgent copy waits in the queue
             self._run(copy)
@@ -178,13 +178,17 @@ class CudaLink(Link):
         copy.number = self._number = self._number + 1
         issued.append(copy)
 
+    def _complete(self, copy: Transfer, start: float, end: float) -> None:
+        """Finish a transfer that has arrived. Streams wait for it by its event, and no thread does."""
+        self._count(copy, start, end)
+        copy.start, copy.end, copy.done = start, end, True
+
     def _collect(self) -> None:
         """Complete the oldest issued copies that have arrived; one stream finishes in order."""
-        issued = self._issued
+        issued, awaited = self._issued, False
         while issued and issued[0].arrived.query():
             copy = issued.popleft()
-            if copy.number <= self._waited:
-                self.awaited_until_s = self.clock()
+            awaited |= copy.number <= self._waited
             # The clock's numbers have single precision: a short time is exact only between two events close together.
             start, seconds = 0.0, copy.begun.elapsed_time(copy.arrived) / 1e3
             try:
@@ -192,3 +196,5 @@ class CudaLink(Link):
             except BaseException as error:  # raised by `check`
                 self.failure = self.failure or error
             self._complete(copy, start, start + seconds)
+        if awaited:
+            self.awaited_until_s = self.clock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -145,6 +145,15 @@ class Readback:
 
     def __init__(self, driver: CudaDevice | None, meanwhile: Callable[[], None] = lambda: None) -> None:
         self._driver, self._meanwhile = driver, meanwhile
+
+    def values(self, tensors: Iterable[Tensor]) -> list[Any]:
+        """Return the values of some tensors as `Tensor.tolist()` does, after the current stream's work so far."""
+        driver = self._driver
+        if driver is None:
+            return [tensor.tolist() for tensor in tensors]
+        hosts = [driver.to_host(tensor.contiguous()) for tensor in tensors]
+        driver.wait(driver.record(driver.current_stream()), self._meanwhile)
+        return [host.tolist() for host in hosts]
 
     def start(self, tensor: Tensor) -> Pending:
         """Queue a copy of `tensor` after the current stream's work so far."""

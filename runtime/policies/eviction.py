@@ -293,13 +293,34 @@ class Rescored(EvictionPolicy):
         self._lowest[layer] = self._scores[layer][ranking[0]] if ranking else math.inf
 
 
-class LRU(ByRecency):
+class LRU(EvictionPolicy):
     """Evicts the least recently accessed expert. Every operation is O(1)."""
 
     name = "lru"
 
-    def _group(self, key: int) -> int:
-        return 0
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
+        super().__init__(config, shape)
+        self._order: OrderedDict[int, None] = OrderedDict()
+        """Residents, least recently accessed first."""
+
+    def insert(self, key: int, full: bool = True) -> None:
+        self._order[key] = None
+
+    def use(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._order.move_to_end(key)
+
+    def remove(self, key: int) -> None:
+        del self._order[key]
+
+    def clear(self) -> None:
+        self._order.clear()
+
+    def victim(self, protected: Container[int]) -> int | None:
+        for key in self._order:
+            if key not in protected:
+                return key
+        return None
 
 
 class FIFO(LRU):
