@@ -106,7 +106,9 @@ class TracedForecasts:
         and up to rounding; None where only the forecast has them."""
         count, layer = self.hinted, state.layer
         own = None if count is None or len(state.residual_TD) > _FEW else self._maps(layer, ahead)
-        return None if own is None or count is None else own.ids(state, count)
+        if own is None or count is None:
+            return None
+        return self._run(("hint", ahead), lambda given: (own.ids(given, count),), state, layer + ahead)[0]
 
     def _maps(self, layer: int, ahead: int) -> Hints | None:
         if (layer, ahead) not in self._hints:

@@ -71,7 +71,7 @@ class StandIn(nn.Module):
 
     def directions(self, layer: int, router_input_TD: Tensor) -> Tensor:
         """Return z = s P - c [T, R] in fp32 for inputs of a layer."""
-        return router_input_TD.float() @ self.projection_LDR[layer] - self.centre_LR[layer]
+        return torch.addmm(self.centre_LR[layer], router_input_TD.float(), self.projection_LDR[layer], beta=-1)
 
     def output(self, layer: int, router_input_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the stand-in for a layer's output [T, D] in fp32.
@@ -83,6 +83,10 @@ class StandIn(nn.Module):
             weights_TK: the model's combine weights of these experts.
         """
         map_EV, shared_V = self.map_LEZD[layer].flatten(1), self.shared_LZD[layer].flatten()
+        if len(ids_TK) == 1:  # a third of the operations of the sum below
+            mixed_1V = torch.addmm(shared_V, weights_TK.float(), map_EV.index_select(0, ids_TK[0]).float())
+            mixed_ZD = mixed_1V.view(self.shared_LZD.shape[1:])
+            return torch.addmm(mixed_ZD[:1], self.directions(layer, router_input_TD), mixed_ZD[1:])
         outputs = []
         parts = (torch.split(each, _CHUNK) for each in (ids_TK, weights_TK, router_input_TD))
         for own_TK, weight_TK, input_TD in zip(*parts, strict=True):

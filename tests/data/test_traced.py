@@ -14,6 +14,7 @@ from expertcast.data.machine import without_onednn
 from expertcast.data.traced import TracedForecasts
 from expertcast.predictors import MoEView
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
+from expertcast.predictors.folded import hints
 from expertcast.training.scoring import Fitted
 
 
@@ -63,6 +64,22 @@ def test_the_predictors_own_bits(
 
 def _tensors(forecast: object) -> list[Tensor]:
     return [getattr(forecast, name) for name in ("logits_TE", "topk_ids_TK", "topk_weights_TK")]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_hints_of_one_token_are_traced(
+    tokens: int, reference_view: MoEView, fitted_predictors: dict[str, Fitted]
+) -> None:
+    forecasts = TracedForecasts(fitted_predictors["early_attention"].predictor)
+    forecasts.hinted = 4
+    own = hints(forecasts.predictor, 2, 1)
+    assert own is not None
+    for _ in range(8):
+        state = _state(reference_view, 2, tokens, previous=False, early=True)
+        found = forecasts.hint(state, 1)
+        assert found is not None
+        assert torch.equal(found, (without_onednn if tokens == 1 else operator.call)(own.ids, state, 4))
+    assert [program.run is not None for program in forecasts._programs.values()] == [True] * (tokens == 1)
 
 
 class _Counting(Predictor):
