@@ -71,10 +71,6 @@ class Command:
     """Artefact that exists before it runs."""
 
 
-def _train(made: Path, out: Path) -> list[str]:
-    return train_words(made / TRACES, ESTIMATOR, out)
-
-
 def _evaluate(made: Path, out: Path) -> list[str]:
     return ["eval", str(made / TRACES), "--predictor", "linear", str(made / ESTIMATOR), "--report", str(out)]
 
@@ -83,10 +79,11 @@ def _sweep(made: Path, out: Path) -> list[str]:
     return ["simulate", str(made / TRACES), "--sweep", "--processes", "1", "--layer-time", "0.001", "--out", str(out)]
 
 
+_TRAIN = Command(words=lambda made, out: train_words(made / TRACES, ESTIMATOR, out), opens=ESTIMATOR)
 COMMANDS = {
     "collect": Command(words=collect_words, opens=TRACES),
-    "train": Command(words=_train, opens=ESTIMATOR),
-    "refit": Command(words=_train, opens=ESTIMATOR, over=FREE),
+    "train": _TRAIN,
+    "refit": replace(_TRAIN, over=FREE),
     "eval": Command(words=_evaluate),
     "store": Command(words=lambda made, out: ["store", str(made / MODEL), "--store-folder", str(out)]),
     "generate": Command(words=lambda made, out: generate_words(made, "--store-folder", str(out)), opens=STORE),
