@@ -25,7 +25,7 @@ from expertcast.data.packed_experts import PackedMatrix
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _NORMS = ("q_norm", "k_norm")
-_STEPS = 8
+_STEPS = 9
 """Most results between the first and the last for each number of queries and keys."""
 _NODES = 96
 """Most tensors of a graph."""

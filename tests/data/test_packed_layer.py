@@ -86,6 +86,19 @@ def test_outputs(family: str, counts: _Counts) -> None:
     assert counts.layers == 12 * layers
 
 
+def test_all_heads_of_keys_with_biases_and_norms(counts: _Counts) -> None:
+    """The graph before attention then has the most results between its first and its last."""
+    model = tiny_model("qwen3_moe", torch.float32, **{**SIZES, "num_key_value_heads": 4, "attention_bias": True})
+    for layer in model.base_model.layers:
+        layer.self_attn.o_proj.bias = None
+    pack_attention(model, "Q8_0")
+    pack_linears(model, {}, {}, _routers(model))
+    counts.clear()
+    found = decoded(model)
+    assert counts.layers == 6 * model.config.num_hidden_layers
+    near(found, decoded(_own(model)), _ROUNDING)
+
+
 def test_half_precision(counts: _Counts) -> None:
     """One layer alone gives its own output up to rounding, which would change what the next routers choose."""
     model = _packed(dtype=torch.bfloat16)
