@@ -185,11 +185,13 @@ class _Library:
                 f"ggml in {str(folder)!r} cannot be used ({error}): {install_command('ggml')}"
             ) from error
         version = self.version().decode()
-        sizes = all(
-            (self.blck_size(number), self.type_size(number)) == (elements, nbytes)
-            for number, elements, nbytes in TYPES.values()
+        sizes = (
+            all(
+                (self.blck_size(number), self.type_size(number)) == (elements, nbytes)
+                for number, elements, nbytes in TYPES.values()
+            )
+            and self.tensor_overhead() == ctypes.sizeof(_Tensor) + _OBJECT
         )
-        sizes = sizes and ctypes.sizeof(_Tensor) + _OBJECT == self.tensor_overhead()
         if not version.startswith(f"{VERSION}.") or not sizes:
             raise ExpertcastError(f"ggml {version} in {str(folder)!r} is not {VERSION}: {install_command('ggml')}")
         # a function that does nothing: ggml would print a line for each matrix that it interleaves
@@ -443,11 +445,6 @@ class _Backend:
         self._pool, self.threads = None, 0
 
 
-def number_of(dtype: torch.dtype) -> int:
-    """Return the `ggml_type` of a dtype of torch."""
-    return _NUMBERS[dtype]
-
-
 class Matrices(NamedTuple):
     """Some matrices of one type in memory, at equal distances."""
 
@@ -537,14 +534,18 @@ class Graph:
     def given(self, dtype: torch.dtype, *sizes: int) -> tuple[_Tensor, int]:
         """Return a tensor whose address is set before each run, and a copy of its numbers in float32."""
         record = self.record(KINDS[dtype], *sizes)
-        return record, self.apply("cast", ctypes.addressof(record), _NUMBERS[torch.float32])
+        return record, self.cast(ctypes.addressof(record), torch.float32)
 
     def numbers(self, memory: Tensor) -> int:
         """Return the numbers of contiguous memory in float32, read in each run; the graph keeps the memory."""
-        self._held.append(memory)
+        self._held.append(memory.detach())
         record, made = self.given(memory.dtype, *reversed(memory.shape))
         record.data = memory.data_ptr()
         return made
+
+    def cast(self, tensor: int, dtype: torch.dtype, out: Tensor | None = None) -> int:
+        """Add a copy of a tensor in a dtype, and return it; `out` as for :meth:`apply`."""
+        return self.apply("cast", tensor, _NUMBERS[dtype], out=out)
 
     def taken(self, tensor: int, dtype: torch.dtype) -> _Tensor:
         """Add a copy of a tensor in a dtype; its address is set before each run."""
@@ -624,7 +625,7 @@ class Product(Graph):
             made = self.apply("swiglu", self.apply("mul_mat_id", self.weights(matrices), made, numbers))
         made = self.apply("mul_mat_id", self.weights(down or matrices), made, numbers, out=out)
         if out is None:
-            self.apply("cast", made, _NUMBERS[output.dtype], out=output)
+            self.cast(made, output.dtype, output)
 
     def multiply(self, rows: Tensor, ids: Tensor | None, numbers: Sequence[int] | None = None) -> Tensor:
         """Return the output for some rows, and other ids unless they are None; `numbers`: the ids, if known."""

@@ -73,20 +73,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             capacity += max(capacity // _MORE, _LEAST)
             keys, values = _wider(self.keys, key_states, capacity), _wider(self.values, value_states, capacity)
             room = self._room = _Room(keys, values, held)
-        return self._write(room, key_states, value_states)
-
-    def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add as :meth:`update` does, from memory that is written again: nothing else refers to it."""
-        room = self._room
-        if self.is_initialized and room is not None and room.holds(self.keys) and room.takes(keys):
-            return self._write(room, keys, values)
-        return self.update(keys.clone(), values.clone())
-
-    def _write(self, room: _Room, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        held, end = room.written, room.written + keys.shape[-2]
-        room.keys.narrow(-2, held, end - held).copy_(keys)
-        room.values.narrow(-2, held, end - held).copy_(values)
-        room.written = end
+        end = room.written = held + key_states.shape[-2]
+        for memory, new in ((room.keys, key_states), (room.values, value_states)):
+            memory.narrow(-2, held, end - held).copy_(new)
         self.keys, self.values = room.keys.narrow(-2, 0, end), room.values.narrow(-2, 0, end)
         return self.keys, self.values
 
@@ -127,7 +116,7 @@ def added(past: Cache, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor
     layers = getattr(past, "layers", ())
     own = layers[index] if index < len(layers) else None
     if type(own) is GrowingLayer and _readable(past) and "update" not in {**vars(past), **vars(own)}:
-        return own.add(keys, values)
+        return own.update(keys, values)  # it copies them
     every: tuple[Tensor, Tensor] = past.update(keys.clone(), values.clone(), index)
     return every
 

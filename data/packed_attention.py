@@ -266,24 +266,24 @@ class _Attention:
         self._input, row = graph.given(dtype, hidden)
         if before is not None:
             normed = graph.apply("rms_norm", row, before.variance_epsilon)
-            row = graph.apply("mul", normed, graph.numbers(before._parameters["weight"].detach()))
+            row = graph.apply("mul", normed, graph.numbers(before._parameters["weight"]))
         parts = *turning.split_with_sizes((heads, pairs)), made[:, heads + pairs :]
         for matrix, name, norm, out in zip(matrices, _PROJECTIONS, (*_NORMS, ""), parts, strict=True):
             bias, scale = own[name].bias, own.get(norm)
             found = graph.apply("mul_mat", graph.weights(matrix), row, out=out if bias is scale is None else None)
             if bias is not None:
-                found = graph.apply("add", found, graph.numbers(bias.detach()), out=out if scale is None else None)
+                found = graph.apply("add", found, graph.numbers(bias), out=out if scale is None else None)
             if scale is not None:
                 found = graph.view("reshape_2d", found, size, matrix.outputs // size)
                 found = graph.apply("rms_norm", found, scale.variance_epsilon)
-                graph.apply("mul", found, graph.numbers(scale._parameters["weight"].detach()), out=out)
+                graph.apply("mul", found, graph.numbers(scale._parameters["weight"]), out=out)
         before_turn = graph.tensor(turning)
         halves = [
             graph.view("view_2d", before_turn, size // 2, heads + pairs, 4 * size, start) for start in (2 * size, 0)
         ]
         across = graph.apply("mul", graph.apply("concat", *halves, 0), sin)
         graph.apply("add", graph.apply("mul", before_turn, cos), across, out=made[:, : heads + pairs])
-        graph.apply("cast", graph.tensor(made), ggml.number_of(dtype), out=turned)
+        graph.cast(graph.tensor(made), dtype, turned)
         query, self._keys, self._values = turned.split_with_sizes((heads, pairs, pairs), 1)
         self._query = query.view(1, pairs, heads // pairs, -1)
 

@@ -195,9 +195,9 @@ class BlockForm:
 
     def multiply(self, rows_PI: Tensor, octets: Tensor) -> Tensor:
         """Multiply rows [P, I] by the expanded weights of uint8 [nbytes], piece by piece; return float32 [P, N]."""
-        wide = WIDE if octets.device.type == "cpu" else rows_PI.dtype
+        here = octets.device.type == "cpu"
+        wide, added = (WIDE, -len(rows_PI) % _PADDED) if here else (rows_PI.dtype, 0)
         count, outputs, step = len(rows_PI), [], _whole(_MULTIPLIED // self.inputs)
-        added = -count % _PADDED if octets.device.type == "cpu" else 0
         rows_PI = nn.functional.pad(rows_PI.to(wide), (0, 0, 0, added))
         for piece, rows in self.split(octets):
             for some in torch.split(rows, step):

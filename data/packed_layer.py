@@ -267,7 +267,7 @@ class _After:
         (self._seen, seen), (self._before, before) = graph.given(dtype, matrix.inputs), graph.given(dtype, self._size)
         residual = graph.apply("add", graph.apply("mul_mat", graph.weights(matrix), seen), before)
         normed = graph.apply("rms_norm", residual, norm.variance_epsilon)
-        normed = graph.apply("mul", normed, graph.numbers(norm._parameters["weight"].detach()))
+        normed = graph.apply("mul", normed, graph.numbers(norm._parameters["weight"]))
         self._made = [graph.taken(residual, dtype), graph.taken(normed, dtype)]
         if weights is not None:
             product = graph.apply("mul_mat", graph.weights(weights), normed)

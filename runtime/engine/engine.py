@@ -433,7 +433,7 @@ class LayerFlow:
 
     def finish(self, layer: int) -> None:
         """End a layer's forecasts: loads without a forecast follow their prefetches."""
-        if self._whole and self._executed >= MOST * self._experts:
+        if self._whole:
             self.stream(layer)
         if self.host is not None:
             self.host.end()

@@ -224,9 +224,10 @@ class ForecastGovernor:
         copies = self._prefetched(layer) - self._before.get(layer, 0)
         rung.copies.observe(copies)
         rung.right.observe(min(found, copies), copies)
-        for share in (rung.found, self._hope) if missing else ():
-            if share is not None:
-                share.observe(found, missing)
+        if missing:
+            rung.found.observe(found, missing)
+            if self._hope is not None:
+                self._hope.observe(found, missing)
 
     def _prefetched(self, layer: int) -> int:
         return self._residency.stats.layers[layer].prefetched

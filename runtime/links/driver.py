@@ -147,10 +147,9 @@ class Readback:
         self._driver, self._meanwhile = driver, meanwhile
 
     def values(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Return the values of some tensors as `Tensor.tolist()` does, after the current stream's work so far."""
+        """Return the values of some tensors of a device as `Tensor.tolist()` does, after the stream's work so far."""
         driver = self._driver
-        if driver is None:
-            return [tensor.tolist() for tensor in tensors]
+        assert driver is not None
         hosts = [driver.to_host(tensor.contiguous()) for tensor in tensors]
         driver.wait(driver.record(driver.current_stream()), self._meanwhile)
         return [host.tolist() for host in hosts]

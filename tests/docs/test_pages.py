@@ -88,7 +88,7 @@ STAND_INS = {
     "Qwen3-30B-A3B-Q4_0.gguf": "model.gguf", '"cuda"': '"cpu"', '"checkpoint"': '"next_norm"', "9400": "0",
     "slots=1024": "slots=384", "layers=12, warm_up=8, steps=6": "layers=2, warm_up=1, steps=2",
 }  # fmt: skip
-"""What a test has in place of the pages' names and numbers."""
+"""Stand-ins for names and numbers of the pages."""
 
 
 def test_all_python_of_pages_is_run() -> None:
