@@ -86,12 +86,15 @@ class Interrupt(StoppingCriteria):  # type: ignore[misc]
 
     @contextmanager
     def handled(self) -> Iterator[Interrupt]:
-        """Handle SIGINT."""
-        before = signal.signal(signal.SIGINT, self._handle)
+        """Handle SIGINT. A timer has Python look for signals: `input` misses one between its prompt and its wait."""
+        before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGALRM)]
+        signal.signal(signal.SIGINT, self._handle)
+        signal.signal(signal.SIGALRM, lambda *_: None)
         try:
             yield self
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before:
+                signal.signal(number, handler)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         if not self.answering or self.received:
@@ -102,9 +105,13 @@ class Interrupt(StoppingCriteria):  # type: ignore[misc]
         """Yield the lines of standard input that are not blank; one that ends in a backslash includes the next."""
         while True:
             try:
-                text = input("> ")
-                while text.endswith("\\"):
-                    text = f"{text[:-1]}\n{input('. ')}"
+                signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+                try:
+                    text = input("> ")
+                    while text.endswith("\\"):
+                        text = f"{text[:-1]}\n{input('. ')}"
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
             except _Stopped:
                 print()
             except EOFError:
