@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, predictor_class
 from expertcast.predictors.hybrid import Hybrid, member_recall
+from expertcast.predictors.view import ModelShape
 from expertcast.runtime.config import OffloadConfig, named_checkpoint
 from expertcast.runtime.engine.speculation import Speculator, early_attention_for
 
@@ -62,13 +63,43 @@ def resolve_predictor(
     checkpoint = named_checkpoint(given)
     if checkpoint is not None:
         return checkpoint.load(view), checkpoint
-    cls = predictor_class(str(given))
-    made = cls(cls.config_class(), view.shape)
-    if made.state_dict():
+    return _untrained(str(given), view.shape).bind(view), None
+
+
+def check_forecasters(config: OffloadConfig, shape: ModelShape, model_id: str) -> None:
+    """Refuse what :func:`make_forecasters` would refuse without a look at the model's weights.
+
+    Args:
+        config: as there.
+        shape, model_id: of the model.
+
+    Raises:
+        ExpertcastError: a predictor that needs training, a checkpoint of another shape, or a mode that needs another
+            predictor.
+    """
+    given, checkpoint = config.resolved_predictor(), None
+    if isinstance(given, (str, Path)):
+        checkpoint = named_checkpoint(given)
+        if checkpoint is None:
+            with torch.device("meta"):
+                _untrained(str(given), shape)
+        elif ModelShape.from_dict(checkpoint.config["shape"]) != shape:
+            raise ExpertcastError(
+                f"{checkpoint.folder} was trained for {checkpoint.config['model_id']!r}; {model_id!r} has another "
+                "shape: train a predictor for this model with `expertcast train`"
+            )
+    executed_layers(config, shape.layers, recall_per_layer(checkpoint, config.ahead))
+
+
+def _untrained(name: str, shape: ModelShape) -> Predictor:
+    """Return a predictor without weights of its own."""
+    cls = predictor_class(name)
+    made = cls(cls.config_class(), shape)
+    if made.state_dict() or isinstance(made, Hybrid):
         raise ExpertcastError(
-            f"predictor {given!r} must be trained for a model: give the folder that `expertcast train` wrote"
+            f"predictor {name!r} must be trained for a model: give the folder that `expertcast train` wrote"
         )
-    return made.bind(view), None
+    return made
 
 
 def executed_layers(config: OffloadConfig, layers: int, recall: Mapping[int, float] | None) -> list[int]:

@@ -29,6 +29,7 @@ from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.config import BY_FORM, EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, make_store
+from expertcast.runtime.forecasters import check_forecasters
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.plan import Plan, context_bytes, fits_memory
 from expertcast.runtime.policies.base import check_slots
@@ -101,6 +102,7 @@ def load_offloaded(
         view = find_moe_layers(skeleton)
         if config.slots is not None:
             check_slots(config.slots, view.shape.top_k, source.name)
+        check_forecasters(config, view.shape, source.name)
         with one_line(source.name):
             sources = ExpertSources(skeleton, view, files, mxfp4_dequantizer(form))
             forms = packed_forms(config.resolved_experts(), sources, view, target.type)

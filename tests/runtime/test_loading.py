@@ -22,10 +22,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 import expertcast
 from expertcast import OffloadConfig, OffloadedModel, load_offloaded, offload
 from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.data.models import load_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.source import ADAPTER
-from expertcast.predictors import ExpertcastError
+from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.runtime.plan import context_bytes
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import CONFIGS, tiny_model
@@ -51,6 +52,23 @@ def test_reference_model(reference_model: PreTrainedModel, one: dict[str, Tensor
         assert offloaded.view.fingerprint() == offload_fingerprint(reference_model)
         assert not offloaded.model.training
         assert offloaded.model.generation_config.to_dict() == reference_model.generation_config.to_dict()
+
+
+def test_predictors_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
+    view = find_moe_layers(tiny_model("olmoe"))
+    cls = predictor_class("next_norm")
+    save_predictor(cls(cls.config_class(), view.shape), tmp_path / "p", view=view)
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"predictor": "estimator"}, "'estimator' must be trained"),
+        ({"predictor": "quasi_hidden"}, "'quasi_hidden' must be trained"),
+        ({"predictor": "hybrid"}, "'hybrid' must be trained"),
+        ({"predictor": tmp_path / "p"}, "has another shape: train a predictor for this model"),
+        ({"predictor": "next_norm", "mode": "hybrid"}, r"give layers=\[...\], or a checkpoint"),
+        ({"mode": "speculate"}, "give a predictor"),
+    ]
+    for fields, line in refusals:
+        with refused(line):
+            load_offloaded(REFERENCE, on_plan=pytest.fail, **fields)
 
 
 def test_experts_without_weights_are_one_line(tmp_path: Path) -> None:
