@@ -35,7 +35,7 @@ MEMORY_BANDWIDTH = 2.5e12
 KERNEL_S = 2e-6
 """Device: a small kernel, and the gap to the next. [FreeToken 338: 1.15 us; pytorch 191284: 2.0 us; gap: estimate]"""
 
-_POLICY_S, _FORECAST_S = 41e-6, 21e-6
+_POLICY_S, _FORECAST_S = 37e-6, 17e-6
 """Python time of runtime and link per layer: on demand, and additional time for prefetching. [measured:
 overhead.json]
 """
