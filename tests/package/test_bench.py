@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from expertcast.cli import build_parser, main
 from expertcast.commands import advise
+from expertcast.commands.bench import speed_lines
 from expertcast.commands.options import read_options
 from expertcast.runtime.config import OffloadConfig
 from tests.package.test_cli import ran
@@ -36,7 +38,22 @@ def test_bench_in_every_mode(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert got["hardware"]["machine"]
     assert got["versions"]["torch"]
     assert {"command", "date", "git_revision"} <= set(got)
-    assert "identical means as resident" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "identical means as resident" in printed
+    # each prompt ends with one line with a cache and one without
+    assert len(re.findall(r"^\w+ is \d\.\d\d times as fast as on_demand", printed, re.M)) == 4
+    assert len(re.findall(r"^\w+_cache is \d\.\d\d times as fast as on_demand_cache", printed, re.M)) == 2
+
+
+def test_speed_lines_compare_the_fastest_mode_of_each_cache_setting() -> None:
+    seconds = {"on_demand": 0.03, "exact": 0.02, "speculate": 0.025, "on_demand_cache": 0.012, "exact_cache": 0.015}
+    runs = {name: {"tpot_s": tpot_s, "identical": True} for name, tpot_s in seconds.items()}
+    first = "exact is 1.50 times as fast as on_demand"
+    assert speed_lines(runs) == [first, "exact_cache is 0.80 times as fast as on_demand_cache: slower"]
+    assert speed_lines({name: run for name, run in runs.items() if name != "on_demand_cache"}) == [first]
+    assert speed_lines({name: runs[name] for name in ("on_demand", "on_demand_cache")}) == []
+    runs["exact"]["identical"] = False
+    assert speed_lines(runs)[0] == f"{first}, with another output"
 
 
 @pytest.mark.parametrize(

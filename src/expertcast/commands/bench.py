@@ -38,7 +38,23 @@ def describe(result: Json) -> str:
         lines += [runs_table(prompt["runs"]), *forecast_lines(prompt["runs"])]
         if prompt["resident"] is not None:
             lines.append(f"resident model: {prompt['resident']['tpot_s'] * 1e3:.2f} ms per token")
+        lines += speed_lines(prompt["runs"])
     return "\n".join(lines)
+
+
+def speed_lines(runs: Json) -> list[str]:
+    """Return a line for each cache setting that ran on demand and otherwise: how many times as fast its fastest mode
+    is."""
+    lines = []
+    for cache in ("", "_cache"):
+        on_demand = f"on_demand{cache}"
+        others = [name for name in runs if name != on_demand and name.endswith("_cache") == bool(cache)]
+        if on_demand in runs and others:
+            fastest = min(others, key=lambda name: float(runs[name]["tpot_s"]))
+            times = runs[on_demand]["tpot_s"] / runs[fastest]["tpot_s"]
+            line = f"{fastest} is {times:.2f} times as fast as {on_demand}{': slower' if times < 1 else ''}"
+            lines.append(line if runs[fastest]["identical"] else f"{line}, with another output")
+    return lines
 
 
 WAYS = ("on_demand", "exact", "speculate", "hybrid")
