@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache, partial
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar, cast
@@ -491,16 +491,17 @@ class Graph:
     Args:
         kind, work: type and number of the weights that are multiplied, as for `_Backend.team`.
         nodes: most tensors.
-        memory: aligned uint8 for results between the first operation and the last.
     """
 
-    def __init__(self, kind: str, work: int, nodes: int, memory: Tensor | None = None) -> None:
+    def __init__(self, kind: str, work: int, nodes: int) -> None:
         self._library = library = _library()
         self._kind, self._work = kind, work
         self._backend: _Backend | None = None
         self._team: _Team | None = None
         self._buffers: list[int] = []
-        self._held, self._memory, self._used = list[Tensor](), memory, 0
+        self._held = list[Tensor]()
+        self._between: list[tuple[int, int]] = []
+        """Views and results without memory, each with its bytes, 0 for a view: placed before the first run."""
         overhead = library.graph_overhead_custom(nodes, False) + nodes * library.tensor_overhead()
         self._context = library.init(_InitParams(overhead, None, True))
         self._graph = library.new_graph_custom(self._context, nodes, False)
@@ -556,18 +557,17 @@ class Graph:
     def view(self, name: str, *arguments: object) -> int:
         """Return a view of a tensor by a function of ggml."""
         made: int = getattr(self._library, name)(self._context, *arguments)
-        self._library.backend_view_init(made)
+        self._between.append((made, 0))
         return made
 
     def apply(self, name: str, *arguments: object, out: Tensor | None = None) -> int:
-        """Add an operation by its name without `ggml_`; return its result, in `out` (contiguous) or between others."""
+        """Add an operation by its name without `ggml_`; return its result, in `out` (contiguous) or shared memory."""
         made: int = getattr(self._library, name)(self._context, *arguments)
         self._library.build_forward_expand(self._graph, made)
         nbytes = self._library.nbytes(made)
         if out is None:
-            assert self._memory is not None
-            start, self._used = self._used, self._used + -(-nbytes // _ALIGNED) * _ALIGNED
-            out = self._memory[start : start + nbytes]
+            self._between.append((made, nbytes))
+            return made
         assert out.nbytes == nbytes
         self._held.append(out)
         return self._place(made, out.data_ptr(), nbytes)
@@ -578,10 +578,24 @@ class Graph:
         self._library.backend_tensor_alloc(buffer, tensor, address)
         return tensor
 
+    def _place_between(self) -> None:
+        """Give views their places, and results without memory a part of what all graphs of the thread share."""
+        sizes = [-(-nbytes // _ALIGNED) * _ALIGNED for _, nbytes in self._between]
+        (memory,) = _THREAD.take(("between", (sum(sizes),), torch.uint8))
+        self._held.append(memory)
+        for (tensor, nbytes), start in zip(self._between, accumulate(sizes, initial=memory.data_ptr()), strict=False):
+            if nbytes:
+                self._place(tensor, start, nbytes)
+            else:
+                self._library.backend_view_init(tensor)
+        self._between.clear()
+
     def run(self) -> None:
         """Compute the operations, in the order in which they were added."""
         backend, threads = self._backend, torch.get_num_threads()
         if backend is None or backend.threads != threads:
+            if self._between:
+                self._place_between()
             backend = self._backend = _THREAD.backend_of(threads)
             self._team = backend.team(self._kind, self._work)
         team = self._team
@@ -607,16 +621,15 @@ class Product(Graph):
         dtype, sizes: of the rows, T, A and I.
         ids: int32 [T, K], contiguous.
         output: [T, K, N], contiguous.
-        between: memory for results before the last.
         down: matrices of the second product; None: there is none.
     """
 
     def __init__(
         self, matrices: Matrices, dtype: torch.dtype, sizes: tuple[int, ...], ids: Tensor, output: Tensor,
-        between: Tensor, down: Matrices | None = None,
+        down: Matrices | None = None,
     ) -> None:  # fmt: skip
         each = matrices.outputs * matrices.inputs + (0 if down is None else down.outputs * down.inputs)
-        super().__init__(matrices.kind, ids.numel() * each, _NODES, between)
+        super().__init__(matrices.kind, ids.numel() * each, _NODES)
         self._ids, self._output, self._count = ids, output, matrices.experts
         self._numbers = (c_uint32 * ids.numel()).from_address(ids.data_ptr())
         numbers, out = self.tensor(ids), output if output.dtype == torch.float32 else None
@@ -752,16 +765,13 @@ def product(
         assert inputs % TYPES[matrices.kind].elements == 0
         assert down is None or (down.inputs * 2, down.experts) == (matrices.outputs, matrices.experts)
         assert rows.device.type == "cpu"
-        inner = 0 if down is None else matrices.outputs * 6 + 2 * _ALIGNED
-        inner = tokens * top_k * (inner + 4 * last.outputs + _ALIGNED)
-        numbers, output, between = _THREAD.take(
+        numbers, output = _THREAD.take(
             ("zeros" if ids is None else "ids", (tokens, top_k), torch.int32),
             ("output", (tokens, top_k, last.outputs), dtype),
-            ("inner", (inner + 4 * rows.numel() + _ALIGNED,), torch.uint8),
         )
         if ids is None:
             numbers.zero_()
-        return Product(matrices, rows.dtype, (tokens, given, inputs), numbers, output, between, down)
+        return Product(matrices, rows.dtype, (tokens, given, inputs), numbers, output, down)
 
     if not (len(rows) and top_k and last.outputs and matrices.experts):
         return torch.empty(len(rows), top_k, last.outputs, dtype=dtype)

@@ -25,8 +25,6 @@ from expertcast.data.packed_experts import PackedMatrix
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _NORMS = ("q_norm", "k_norm")
-_STEPS = 9
-"""Most results between the first and the last for each number of queries and keys."""
 _NODES = 96
 """Most tensors of a graph."""
 _TRIED, _NEAR = 5, 0.02
@@ -254,14 +252,11 @@ class _Attention:
         size, hidden, own = module.head_dim, matrices[0].inputs, module._modules
         heads, pairs, _ = (each.outputs // size for each in matrices)
         shape = 1, heads + 2 * pairs, 1, size
-        memory = ggml.scratch(
-            (shape, torch.float32), (shape, dtype), ((heads + pairs, size), torch.float32),
-            (((heads + pairs) * size * _STEPS * 4 + 16 * hidden,), torch.uint8),
-        )  # fmt: skip
-        made, turned, turning, between = memory
+        needed = (shape, torch.float32), (shape, dtype), ((heads + pairs, size), torch.float32)
+        made, turned, turning = ggml.scratch(*needed)
         self._turn = ggml.kept(("turn", size), lambda: _Turn(size))
         work = sum(each.outputs * each.inputs for each in matrices)
-        self._graph = graph = ggml.Graph("attention", work, _NODES, between)
+        self._graph = graph = ggml.Graph("attention", work, _NODES)
         cos, sin = graph.tensor(self._turn.cos), graph.tensor(self._turn.sin)
         self._input, row = graph.given(dtype, hidden)
         if before is not None:

@@ -262,8 +262,7 @@ class _After:
     def __init__(self, dtype: torch.dtype, matrix: ggml.Matrices, weights: ggml.Matrices | None, norm: Any) -> None:
         self._inputs, self._size, self._dtype = matrix.inputs, matrix.outputs, dtype
         self._products = 0 if weights is None else weights.outputs
-        (between,) = ggml.scratch(((4 * (matrix.inputs + 6 * matrix.outputs + self._products) + 512,), torch.uint8))
-        self._graph = graph = ggml.Graph("attention", matrix.outputs * matrix.inputs, _NODES, between)
+        self._graph = graph = ggml.Graph("attention", matrix.outputs * matrix.inputs, _NODES)
         (self._seen, seen), (self._before, before) = graph.given(dtype, matrix.inputs), graph.given(dtype, self._size)
         residual = graph.apply("add", graph.apply("mul_mat", graph.weights(matrix), seen), before)
         normed = graph.apply("rms_norm", residual, norm.variance_epsilon)

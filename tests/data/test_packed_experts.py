@@ -132,6 +132,21 @@ def test_sizes(kind: str, outputs: int, inputs: int) -> None:
         assert ((own - weights @ row[0]).abs() <= 1.1 * most).all()
 
 
+def test_graphs_take_as_much_memory_as_their_results_need() -> None:
+    """Twice, since the first run of one with more results moves the memory of all."""
+    rows = torch.randn(3, 64)
+    for count in (2, 40, 2):
+        graph, output = ggml.Graph("F32", 0, 2 * count + 8), torch.empty(6, 32)
+        row = found = graph.tensor(rows)
+        for _ in range(count):
+            found = graph.apply("add", graph.view("reshape_2d", found, 64, 3), row)
+        graph.cast(graph.view("reshape_2d", found, 32, 6), torch.float32, output)
+        for _ in range(2):
+            graph.run()
+            expected = sum([rows] * count, rows).view(6, 32)
+            assert torch.equal(output, expected)
+
+
 @pytest.mark.parametrize("inner", [32, 96, 256])
 def test_two_products_with_swiglu_between_them(inner: int) -> None:
     """The bits of one product, the gate by itself, and the other product, for one row and many; near torch's gate."""
