@@ -33,7 +33,6 @@ SIDES = (
     Side("expanded", {"experts": "expanded"}),
 )
 """`lazy on` reads experts when they are used, `repacked` keeps a copy in an order of its own, `mmap` is the default."""
-_DEFAULT = [side.name for side in SIDES[:4]]
 
 
 def described_file(path: Path, layers: int) -> Json:
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer", type=Path, default=Path(sys.executable), help="interpreter with xllamacpp")
     parser.add_argument("--kind", choices=KINDS, default="Q4_0", help="types of the file (default: %(default)s)")
     args = parser.parse_args(arguments)
-    args.sides = args.sides or _DEFAULT
+    args.sides = args.sides or [side.name for side in SIDES[:4]]
     args.keep.mkdir(parents=True, exist_ok=True)
     file = ResultFile(args, {name: getattr(args, name) for name in (*SETTINGS, "kind")}, args.keep)
     path = make(args.keep, args.kind, args.layers, qwen3(args.layers, small=args.small))

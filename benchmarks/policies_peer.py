@@ -20,7 +20,6 @@ from moe_policylang.integrations.trace_recorder import TraceEntry, TraceRecordin
 EXPERTS = 128
 SLOTS = (13, 32, 64)
 """Slots per layer."""
-POLICIES = ("topk_lru", "topk_lfu", "belady")
 
 
 def decoded(path: Path) -> np.ndarray:
@@ -68,7 +67,7 @@ def main() -> None:
         np.save(path.with_suffix(".npy").name, ids_TLK)
         trace = recording(ids_TLK)
         for slots in SLOTS:
-            found = replay_policies(trace, ids_TLK.shape[2], POLICIES, [slots / EXPERTS])
+            found = replay_policies(trace, ids_TLK.shape[2], ("topk_lru", "topk_lfu", "belady"), [slots / EXPERTS])
             hits = {each.label: each.hits for each in found} | {"lru by events": lru_by_events(ids_TLK, slots)}
             print(f"{path.stem}, {slots} slots per layer, {ids_TLK.size} requests: {hits}", flush=True)
 
