@@ -59,8 +59,12 @@ def margin(logits_TE: Tensor, top_k: int) -> Tensor:
     logits_TE = logits_TE.float()
     if top_k >= logits_TE.shape[1]:
         return torch.full_like(logits_TE, FARTHEST)
-    boundary_T1 = logits_TE.topk(top_k + 1, dim=1).values[:, -2:].mean(dim=1, keepdim=True)
-    return (logits_TE - boundary_T1).clamp(-FARTHEST, FARTHEST)
+    return (logits_TE - boundary(logits_TE, top_k)).clamp(-FARTHEST, FARTHEST)
+
+
+def boundary(logits_TE: Tensor, top_k: int) -> Tensor:
+    """Return the midpoint [..., 1] between the K-th and the (K+1)-th largest of logits [..., E]; K is less than E."""
+    return logits_TE.topk(top_k + 1).values[..., -2:].mean(dim=-1, keepdim=True)
 
 
 def signed_log(margin_TE: Tensor) -> Tensor:
@@ -68,7 +72,7 @@ def signed_log(margin_TE: Tensor) -> Tensor:
     return margin_TE.sign() * margin_TE.abs().log1p()
 
 
-def inclusion_probability(logits_TE: Tensor, top_k: int, start_T: Tensor | None = None) -> Tensor:
+def inclusion_probability(logits_TE: Tensor, top_k: int) -> Tensor:
     """Return the probability [T, E] that each expert is among the token's K, from uncalibrated logits.
 
     p = sigmoid(z - tau), with one tau per token such that the probabilities sum to K. This p maximises
@@ -82,14 +86,12 @@ def inclusion_probability(logits_TE: Tensor, top_k: int, start_T: Tensor | None 
     Args:
         logits_TE: logits [T, E] of any float dtype.
         top_k: K.
-        start_T: initial tau [T], ideally the midpoint between the K-th and (K+1)-th logit; computed by default.
     """
     logits_TE = logits_TE.float()
     experts = logits_TE.shape[1]
     if top_k >= experts:
         return torch.ones_like(logits_TE)
-    tau_T1 = logits_TE.topk(top_k + 1, dim=1).values[:, -2:].mean(dim=1) if start_T is None else start_T.float()
-    tau_T1 = tau_T1[:, None]
+    tau_T1 = boundary(logits_TE, top_k)
     margin = math.log(top_k / (experts - top_k))  # at tau = z - margin, sigmoid(z - tau) = K / E
     low_T1, high_T1 = logits_TE.amin(dim=1, keepdim=True) - margin, logits_TE.amax(dim=1, keepdim=True) - margin
     for _ in range(_NEWTON_STEPS):

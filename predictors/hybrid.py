@@ -36,10 +36,8 @@ CANDIDATES = (
 )
 SUFFICIENT = 0.9
 """Recall on validation from which a cheaper member's forecast is executed at a layer."""
-SHARED = ("expert_LED", "shared_LD")
-"""Buffers (default vectors) that members share."""
-SHARED_PARTS = ("held.",)
-"""Prefixes of buffers (the stand-in of early attention) that members share."""
+SHARED = ("expert_LED", "shared_LD", "held.")
+"""Beginnings of the paths of buffers that members share: default vectors, and the stand-in of early attention."""
 
 
 class Choice(TypedDict):
@@ -144,7 +142,7 @@ class Hybrid(Predictor):
         first: dict[str, Tensor] = {}
         for name in self.members:
             for path, tensor in list(self.member(name).named_buffers()):
-                if path in SHARED or path.startswith(SHARED_PARTS):
+                if path.startswith(SHARED):
                     parent, _, key = path.rpartition(".")
                     own = first.setdefault(path, tensor)
                     if own is not tensor and own.shape == tensor.shape:

@@ -125,7 +125,7 @@ class MoELayer:
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids (int64) and combine weights [T, K] that this layer's router returns for these logits."""
-        return route(self, logits_TE)
+        return _run(self, _Answers(self, logits_TE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,14 +257,9 @@ _SAME_SUM = 0.02
 """Relative tolerance for sums of bf16 weights."""
 
 
-def route(layer: MoELayer, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ids [T, K] (int64) and combine weights [T, K] that the layer's router returns for these logits."""
-    return _run(layer, _Answers(layer, logits_TE))
-
-
 def route_all(view: MoEView, logits_TLE: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Return ids and combine weights [T, K] of each layer by its own rule, for logits of the first layers or all."""
-    routed = [route(view[layer], logits_TE) for layer, logits_TE in enumerate(logits_TLE.unbind(1))]
+    routed = [view[layer].route(logits_TE) for layer, logits_TE in enumerate(logits_TLE.unbind(1))]
     return [ids_TK for ids_TK, _ in routed], [weights_TK for _, weights_TK in routed]
 
 
@@ -284,7 +279,7 @@ def weights_over(layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
     routed_TK, weights_TK = _run(layer, answers)
     if not answers.chose:
         outside = torch.ones_like(logits_TE, dtype=torch.bool).scatter(1, ids_TK, False)
-        routed_TK, weights_TK = route(layer, logits_TE.masked_fill(outside, float("-inf")))
+        routed_TK, weights_TK = layer.route(logits_TE.masked_fill(outside, float("-inf")))
         order = (routed_TK.unsqueeze(-2) == ids_TK.unsqueeze(-1)).int().argmax(dim=-1)
         weights_TK = weights_TK.gather(1, order)
     return weights_TK
@@ -293,7 +288,7 @@ def weights_over(layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
 def renormalises(layer: MoELayer) -> bool:
     """Return whether a token's K weights sum to a constant under the layer's rule, whatever the logits."""
     steep_E = torch.linspace(-2.0, 2.0, layer.num_experts)
-    _, weights_2K = route(layer, torch.stack([torch.zeros_like(steep_E), steep_E]))
+    _, weights_2K = layer.route(torch.stack([torch.zeros_like(steep_E), steep_E]))
     flat, steep = weights_2K.float().sum(dim=-1).tolist()
     return bool(abs(flat - steep) < _SAME_SUM * abs(flat))
 
@@ -309,7 +304,7 @@ def routes_by_logits(view: MoEView) -> bool:
     logits_TE = (order_TE - experts // 2) * 2.0 ** -max(0, experts.bit_length() - 4)
     best_TK = logits_TE.topk(top_k).indices.sort(dim=1).values
     for layer in view:
-        ids_TK, _ = route(layer, logits_TE)
+        ids_TK, _ = layer.route(logits_TE)
         if not torch.equal(ids_TK.sort(dim=1).values.cpu(), best_TK):
             return False
     return True

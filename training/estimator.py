@@ -20,6 +20,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.processes import training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, MoELayer, PredictorConfig, messages
+from expertcast.predictors.base import boundary
 from expertcast.predictors.estimator import Estimator, EstimatorConfig, EstimatorNetwork
 from expertcast.predictors.linear import Linear, LinearConfig, default_inputs
 from expertcast.predictors.messages import Json, format_bytes
@@ -175,8 +176,7 @@ def boundary_weight(target_NE: Tensor, top_k: int) -> Tensor:
     """
     if top_k >= target_NE.shape[-1]:
         return torch.ones_like(target_NE)
-    boundary_N1 = target_NE.topk(top_k + 1, dim=-1).values[..., -2:].mean(dim=-1, keepdim=True)
-    return 0.3 + torch.exp(-2.0 * (target_NE - boundary_N1).square())
+    return 0.3 + torch.exp(-2.0 * (target_NE - boundary(target_NE, top_k)).square())
 
 
 def suited_loss(layer: MoELayer) -> str:

@@ -98,15 +98,6 @@ def _candidate_places(logits_TE: Tensor, ranked: RankedRouting, true_ids_TK: Ten
     return place_TK
 
 
-def membership_threshold(comparison: RoutingComparison) -> Tensor:
-    """Return the midpoint [T] between the lowest logit of the K forecast experts and the highest other logit."""
-    inside_TE = comparison.forecast.member_TE
-    logits_TE = comparison.logits_TE.float()
-    lowest_T = logits_TE.gather(1, comparison.forecast.ids_TK).amin(dim=1)
-    highest_T = logits_TE.masked_fill(inside_TE, -math.inf).amax(dim=1)
-    return torch.where(highest_T.isinf(), lowest_T, (lowest_T + highest_T) / 2)
-
-
 def membership_probability(comparison: RoutingComparison, *, calibrated: bool) -> Tensor:
     """Return the forecast probability [T, E] that each expert is among the token's K.
 
@@ -115,7 +106,7 @@ def membership_probability(comparison: RoutingComparison, *, calibrated: bool) -
     top_k = comparison.place_TK.shape[1]
     if calibrated and comparison.log_odds is not None:
         return comparison.log_odds.of(comparison.logits_TE, top_k).sigmoid()
-    return inclusion_probability(comparison.logits_TE, top_k, membership_threshold(comparison))
+    return inclusion_probability(comparison.logits_TE, top_k)
 
 
 class ExpertRecall(Metric):  # type: ignore[misc]
