@@ -52,8 +52,8 @@ def speed_lines(runs: Json) -> list[str]:
         if on_demand in runs and others:
             fastest = min(others, key=lambda name: float(runs[name]["tpot_s"]))
             times = runs[on_demand]["tpot_s"] / runs[fastest]["tpot_s"]
-            line = f"{fastest} is {times:.2f} times as fast as {on_demand}{': slower' if times < 1 else ''}"
-            lines.append(line if runs[fastest]["identical"] else f"{line}, with another output")
+            same = "yes" if runs[fastest]["identical"] else "no"
+            lines.append(f"{fastest} is {times:.2f} times as fast as {on_demand}; identical: {same}")
     return lines
 
 
