@@ -91,10 +91,15 @@ def check_fingerprints(recorded: Json, view: MoEView, what: str) -> None:
     """
     different = different_part(recorded, view)
     if different:
-        raise ExpertcastError(
-            f"{what} was trained for {recorded['model_id']!r}; {view.model_id!r} has different {different}: train a "
-            "predictor for this model with `expertcast train`"
-        )
+        raise trained_for_another(recorded, view.model_id, what, f"different {different}")
+
+
+def trained_for_another(recorded: Json, model_id: str, what: str, instead: str) -> ExpertcastError:
+    """Return the error for a model that has something `instead` of what the recorded one has."""
+    return ExpertcastError(
+        f"{what} was trained for {recorded['model_id']!r}; {model_id!r} has {instead}: train a "
+        "predictor for this model with `expertcast train`"
+    )
 
 
 def different_part(recorded: Json, view: MoEView) -> str:

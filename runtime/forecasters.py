@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint
+from expertcast.checkpoints.provenance import trained_for_another
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, predictor_class
 from expertcast.predictors.hybrid import Hybrid, member_recall
 from expertcast.predictors.view import ModelShape
@@ -67,7 +68,7 @@ def resolve_predictor(
 
 
 def check_forecasters(config: OffloadConfig, shape: ModelShape, model_id: str) -> None:
-    """Refuse what :func:`make_forecasters` would refuse without a look at the model's weights.
+    """Refuse a predictor or a mode that :func:`make_forecasters` refuses, before there are weights.
 
     Args:
         config: as there.
@@ -84,10 +85,7 @@ def check_forecasters(config: OffloadConfig, shape: ModelShape, model_id: str) -
             with torch.device("meta"):
                 _untrained(str(given), shape)
         elif ModelShape.from_dict(checkpoint.config["shape"]) != shape:
-            raise ExpertcastError(
-                f"{checkpoint.folder} was trained for {checkpoint.config['model_id']!r}; {model_id!r} has another "
-                "shape: train a predictor for this model with `expertcast train`"
-            )
+            raise trained_for_another(checkpoint.config, model_id, str(checkpoint.folder), "another shape")
     executed_layers(config, shape.layers, recall_per_layer(checkpoint, config.ahead))
 
 
