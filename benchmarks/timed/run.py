@@ -52,6 +52,9 @@ class TimedCase:
     accuracy: float | None = None
     """Forecast accuracy; None: on demand."""
     forecasts: str = "always"
+    misses: str = "copy"
+    host: Callable[[OffloadedModel, TimedDevice], None] = lambda *_: None
+    """Gives the host its speed, where it computes missing experts."""
     capacity: float = 0.0
     """Slots as a share of all experts; 0: no cache."""
     step: StepCosts = field(default_factory=StepCosts)
@@ -77,8 +80,8 @@ class TimedRun:
     tpot_s: float
     host_s: float
     """Host work without waiting."""
-    prefill_s: float
-    """Seconds of the prompt."""
+    seconds: list[float]
+    """Of the prompt, then of each counted token."""
     misses: float
     """Misses per token."""
     copies: float
@@ -156,8 +159,8 @@ class Clockwork(Observer):
                 self.device.spend(self.costs.policy_host_s / 2)
         elif state == "forecast" and layer in self._forecasting:
             self.work(self.costs.forecast_host_s, self.costs.forecast_device_s, name="forecast")
-        elif state == "compute" and before == "wait":
-            self.work(self.costs.experts_host_s, self.costs.experts_device_s, self._read(), name="experts")
+        elif state == "compute" and before == "wait" and (reads := self._read()):  # else the device has none
+            self.work(self.costs.experts_host_s, self.costs.experts_device_s, reads, name="experts")
 
     def _before_model(self, *_args: object) -> None:
         self.device.spend(self.costs.token_before_host_s)
@@ -196,22 +199,20 @@ def decode_timed(case: TimedCase) -> TimedRun:
     clockwork.follow(model, view)
     with PrescribedRouting(model, view, tables) as routing:
         config = OffloadConfig(
-            link=case.link(device, size),
-            cache=bool(case.capacity),
-            policies=case.policies,
+            link=case.link(device, size), cache=bool(case.capacity), policies=case.policies, misses=case.misses,
             slots=round(case.capacity * view.shape.layers * view.shape.experts) or None,
-            predictor=None if case.accuracy is None else routing,
-            forecasts=case.forecasts,
-        )
+            predictor=None if case.accuracy is None else routing, forecasts=case.forecasts,
+        )  # fmt: skip
         with offload(model, config, observers=[clockwork]) as offloaded:
             clockwork.offloaded(offloaded, config.ahead)
+            case.host(offloaded, device)
             seconds, host = _decode(offloaded, clockwork, case)
             total = offloaded.stats.total
     clockwork.close()
     return TimedRun(
         tpot_s=statistics.median(seconds[1:]),
         host_s=statistics.median(host[1:]),
-        prefill_s=seconds[0],
+        seconds=seconds,
         misses=total.misses / case.steps,
         copies=(total.misses + total.prefetched) / case.steps,
         block_bytes=size,

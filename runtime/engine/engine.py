@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -194,7 +193,10 @@ class LayerFlow:
         waits for copies here, as far as compute waits for them."""
         if self._readback is None:
             return [tensor.tolist() for tensor in tensors]
-        residency, link = self.residency, self.residency.link
+        residency, link, host = self.residency, self.residency.link, self.host
+        if host is not None:
+            link.progress()  # copies that are there already are not waited for
+            host.reads_s = link.clock()
         start = link.clock()
         values = self._readback.values(tensors)
         residency.waited_s += max(0.0, link.awaited_until_s - start)
@@ -797,9 +799,9 @@ class Engine:
         output_PD = hidden_TD.new_empty(tokens * top_k, hidden_TD.shape[1])
         if keys:
             self._wait(layer.index, keys)
-            start, pairs = perf_counter(), sent[:here]
+            start, pairs = residency.link.clock(), sent[:here]
             output_PD[pairs] = self.kernel.run_pairs(layer.experts, hidden_TD, top_k, pairs, sent[here : 2 * here])
-            host.computed_in_slots(len(keys), perf_counter() - start)
+            host.computed_in_slots(len(keys), residency.link.clock() - start)
             self._enter("policy", layer.index)
             residency.release(keys)
         self._enter("wait", layer.index)
@@ -817,10 +819,10 @@ class Engine:
         self.residency.wait(keys)
         self._enter("compute", layer.index)
         slots_TK = sent[ids_TK] if plan.slots is None else sent.view_as(ids_TK)
-        start = perf_counter()
+        start = self.residency.link.clock()
         output_TD = self.kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK, plan.slots)
         if self.flow.host is not None and plan.slots is not None:
-            self.flow.host.computed_in_slots(len(keys), perf_counter() - start)
+            self.flow.host.computed_in_slots(len(keys), self.residency.link.clock() - start)
         self._enter("policy", layer.index)
         self.residency.release(keys)
         return output_TD

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import ceil
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +40,10 @@ class HostExperts:
 
         max(wait for m - n copies + computing in slots, hand-over + n x computing on the host)
 
-    by running means of this run. Experts that the host computes are copied for later steps where nothing waits for the
-    link, as many as it can move until the next layer.
+    by running means of this run. On CUDA the device waits for copies while the thread launches the next layer: there
+    both times last until that layer's routing, and slot numbers wait for copies that have begun. Experts that the host
+    computes are copied for later steps where nothing waits for the link, as many as it can begin until the next layer,
+    on CUDA as many as it can end.
 
     Args:
         store: holds all experts in memory.
@@ -71,6 +72,13 @@ class HostExperts:
         """Seconds of an expert in slots, alone and beside the host's."""
         self._interval = RunningMean()
         """Seconds from the last request of a layer to the next layer."""
+        self._launching, self._trailing = RunningMean(_KEEP), RunningMean(_KEEP)
+        """On CUDA, seconds of the model's thread from a choice until it reads the next layer's routing, if the host
+        computes nothing; and of the device from a layer's last copy to that routing."""
+        self._chosen_s: float | None = None
+        self._computed_s, self.reads_s = 0.0, 0.0
+        """On CUDA, time of the latest choice, seconds that the host has computed since, and time at which the thread
+        began to wait for the latest values of the device."""
         self._ended_s: float | None = None
         self._decodes = False
         """Whether the pass makes choices."""
@@ -88,7 +96,7 @@ class HostExperts:
 
     def start_pass(self) -> None:
         """Start a forward pass."""
-        self._keys, self._ended_s, self._decodes = [], None, False
+        self._keys, self._ended_s, self._chosen_s, self._decodes = [], None, None, False
 
     def choose(self, keys: Sequence[int]) -> list[int]:
         """Return those of a layer's distinct experts that the host computes; their queued copies are cancelled."""
@@ -96,13 +104,26 @@ class HostExperts:
         now, self._decodes = self._link.clock(), True
         if self._ended_s is not None:
             self._interval.observe(max(_LEAST_S, now - self._ended_s))
+        if self._chosen_s is not None and self._chosen_s < self.reads_s:
+            self._observe_layer(self.reads_s - self._chosen_s - self._computed_s, now)
         coming = [key for key in keys if key in copies]
         coming.sort(key=lambda key: not copies[key].started)
         lacking = [*coming, *(key for key in keys if not residency.holds(key))]
         count = self._best(len(keys), len(lacking), sum(copies[key].started for key in coming), now) if lacking else 0
         self._keys = lacking[len(lacking) - count :]
         residency.leave(self._keys)
+        if self._driver is not None:
+            self._chosen_s, self._computed_s = self._link.clock(), 0.0
         return self._keys
+
+    def _observe_layer(self, launching_s: float, now: float) -> None:
+        """Learn the times of a layer on CUDA, where the thread launches work and does not wait for copies."""
+        if self._link.awaited_until_s > self.reads_s:
+            self._trailing.observe(max(_LEAST_S, now - self._link.awaited_until_s))
+        if self._keys:
+            self._hand_over.observe(max(_LEAST_S, launching_s - (self._launching.value or 0.0)))
+        else:
+            self._launching.observe(max(_LEAST_S, launching_s))
 
     def _best(self, keys: int, lacking: int, begun: int, now: float) -> int:
         """Return how many of the experts that a layer lacks the host is to compute.
@@ -123,13 +144,14 @@ class HostExperts:
         under_way_s = max(0.0, self._residency.backlog_s(now) - waiting * link.copy_s)
         host_s, start_s = self._on_host.value or 0.0, self._hand_over.value or 0.0
         alone_s, beside_s = (each.value or 0.0 for each in self._on_device)
+        launching_s, trailing_s = self._launching.value or 0.0, self._trailing.value or 0.0
         best, least_s = 0, 0.0
         for count in range(lacking + 1):
             copied = lacking - count
-            waited_s = under_way_s + max(0, copied - begun) * copy_s if copied else 0.0
+            waited_s = under_way_s + max(0, copied - begun) * copy_s if copied or self._driver is not None else 0.0
             on_host_s = start_s + count * host_s if count else 0.0
             slots_s = (keys - count) * (beside_s if count else alone_s)
-            seconds = max(waited_s + slots_s, on_host_s)
+            seconds = max(waited_s + slots_s + trailing_s, on_host_s + launching_s)
             if not count or seconds < least_s:
                 best, least_s = count, seconds
         if not best:
@@ -138,20 +160,22 @@ class HostExperts:
                 mean.total *= _FORGET
         return best
 
-    def room(self) -> int | None:
-        """Return the number of copies that the link can begin until the next layer; None: it need not be limited."""
+    def room(self, *, ends: bool = False) -> int | None:
+        """Return the number of copies that the link can begin until the next layer, or end; None: it need not be
+        limited."""
         if not (self._auto and self._decodes):
             return None
-        copy_s, interval_s = self._link.copy_s, self._interval.value
+        copy_s, interval_s = self._link.copy_s, (self._interval if self._driver is None else self._launching).value
         if not copy_s or interval_s is None:
             return None
-        return max(0, ceil((interval_s - self._residency.backlog_s(self._link.clock())) / copy_s))
+        count = max(0.0, (interval_s - self._residency.backlog_s(self._link.clock())) / copy_s)
+        return int(count) if ends else ceil(count)
 
     def end(self) -> None:
         """End the requests of a layer: copy experts that the host computes, unless the layer waits for the link."""
         residency = self._residency
         if self._auto and self._keys and residency.keep and residency.running.isdisjoint(residency.copies):
-            for key in self._keys[: self.room()]:
+            for key in self._keys[: self.room(ends=self._driver is not None)]:
                 if not residency.holds(key):
                     residency.adopt(key)
         self._ended_s = self._link.clock()
@@ -160,11 +184,14 @@ class HostExperts:
 
     def computed_in_slots(self, experts: int, seconds: float) -> None:
         """Count the time in which the device computed so many experts."""
-        self._on_device[bool(self._keys)].observe(max(_LEAST_S, seconds / experts))
+        if self._driver is None:  # else only launched
+            self._on_device[bool(self._keys)].observe(max(_LEAST_S, seconds / experts))
 
     def computed_on_host(self, start_s: float, seconds: float) -> None:
         """Count the time until the host began, and that of each expert."""
-        self._hand_over.observe(max(_LEAST_S, start_s))
+        if self._driver is None:
+            self._hand_over.observe(max(_LEAST_S, start_s))
+        self._computed_s = seconds * len(self._keys)
         self._on_host.observe(max(_LEAST_S, seconds))
 
     def start(
@@ -182,19 +209,19 @@ class HostExperts:
             A function that waits for the pairs' unweighted output [pairs, D], and returns it on the device.
         """
         job = partial(self._compute, layer, self._readback.start(hidden_TD), top_k, pairs, experts)
-        return partial(self._take, job if self._thread is None else self._thread.submit(job).result, perf_counter())
+        return partial(self._take, job if self._thread is None else self._thread.submit(job).result, self._link.clock())
 
     def _compute(
         self, layer: MoELayer, hidden: Pending, top_k: int, pairs: Sequence[int], experts: Sequence[int]
     ) -> tuple[Tensor, float, float]:
         """Return the output, the time at which computing began, and its seconds per expert."""
-        hidden_TD, start = hidden.tensor(), perf_counter()
+        hidden_TD, start = hidden.tensor(), self._link.clock()
         module = self._modules.get(layer.index)
         if module is None:
             module = self._modules[layer.index] = over_parts(layer.experts, self._store.views(layer.index))
         with torch.no_grad():
             output = self.run_pairs(module, hidden_TD, top_k, torch.tensor(pairs), torch.tensor(experts))
-        return output, start, (perf_counter() - start) / len(set(experts))
+        return output, start, (self._link.clock() - start) / len(set(experts))
 
     def _take(self, result: Callable[[], tuple[Tensor, float, float]], asked_s: float) -> Tensor:
         output, start, seconds = result()

@@ -186,7 +186,8 @@ class SlotKernel:
             rows = hidden_TD.repeat_interleave(top_k, dim=0)
             of_rows = slots[:1].expand(len(rows)).index_put((pairs,), slots)
         ones = rows.new_ones(len(rows), 1)
-        output = self.run(experts, rows, of_rows.unsqueeze(-1), ones, torch.arange(len(rows)))  # they are in order
+        order = torch.arange(len(rows)) if grouped else of_rows  # the rows of groups are in order; others have none
+        output = self.run(experts, rows, of_rows.unsqueeze(-1), ones, order)
         return output if grouped else output[pairs]
 
     def by_expert(self, experts: nn.Module, slots_TK: Tensor) -> bool:
