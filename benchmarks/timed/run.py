@@ -81,7 +81,7 @@ class TimedRun:
     host_s: float
     """Host work without waiting."""
     seconds: list[float]
-    """Of the prompt, then of each counted token."""
+    """Seconds of the prompt, then of each counted token."""
     misses: float
     """Misses per token."""
     copies: float

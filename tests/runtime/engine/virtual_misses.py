@@ -89,13 +89,16 @@ class VirtualSide(VirtualRuntime):
         misses: copy, host or auto.
         expert_s: seconds of the host for an expert.
         forecasts: always, or auto: those that the governor chooses.
+        seed: of the host's jitter.
     """
 
-    def __init__(self, trace: Trace, case: Case, *, misses: str, expert_s: float, forecasts: str = ALWAYS) -> None:
+    def __init__(
+        self, trace: Trace, case: Case, *, misses: str, expert_s: float, forecasts: str = ALWAYS, seed: int = 0
+    ) -> None:
         super().__init__(trace, case)
         if forecasts == AUTO:
             self.flow = GovernedFlow(self.residency, self.policies, trace.shape, rungs={"forecasts": None})
-        self._expert_s, self._random = expert_s, random.Random(0)
+        self._expert_s, self._random = expert_s, random.Random(seed)
         if misses != "copy":
             unused: Any = None
             self.flow.host = HostExperts(unused, unused, self.residency, auto=misses == "auto")
@@ -123,12 +126,14 @@ class VirtualSide(VirtualRuntime):
             link.run_until(max(link.now, end))
 
 
-def recorded_trace(name: str, new_tokens: int, accuracy: float | None) -> Trace:
+def recorded_trace(name: str, new_tokens: int, accuracy: float | None, layers: int | None = None) -> Trace:
     """Return the trace of a recorded prompt and its first decoded tokens, with forecasts of this accuracy."""
     routing = routing_of(name)
-    shape = ModelShape(layers=routing.layers, hidden=0, experts=routing.experts, top_k=routing.top_k)
+    shape = ModelShape(layers=layers or routing.layers, hidden=0, experts=routing.experts, top_k=routing.top_k)
     prompt = int(routing.prompt_T.sum())
-    tables = recorded(name, prompt=prompt, new_tokens=new_tokens, accuracy=accuracy or 0.0, seed=1)
+    tables = recorded(
+        name, layers=layers, prompt=prompt, new_tokens=new_tokens, accuracy=accuracy or 0.0, seed=1
+    )  # fmt: skip
     keys_PLK = tables.ids_PLK + shape.experts * torch.arange(shape.layers)[:, None]
 
     def forward(rows: slice) -> Forward:
@@ -142,10 +147,10 @@ def recorded_trace(name: str, new_tokens: int, accuracy: float | None) -> Trace:
 
 def tokens_ms(
     name: str, ratio: float, misses: str, accuracy: float | None, link: str, *, held_back: float = 2.0,
-    new_tokens: int = 64, forecasts: str = ALWAYS,
+    new_tokens: int = 64, forecasts: str = ALWAYS, layers: int | None = None, seed: int = 0,
 ) -> list[float]:  # fmt: skip
     """Return the milliseconds of each token after the prompt, with a quarter of the experts cached."""
-    trace = recorded_trace(name, new_tokens, accuracy)
+    trace = recorded_trace(name, new_tokens, accuracy, layers)
     shape, copy_s = trace.shape, ratio * LAYER_S / trace.shape.top_k
     machine = MeasuredMachine(
         times=constant_times(shape.layers, LAYER_S), block_bytes={FULL: 1_000_000}, bandwidth=1e6 / copy_s
@@ -154,7 +159,8 @@ def tokens_ms(
         policies=Policies(prefetch="none" if accuracy is None else "top_k"), machine=machine,
         slots=shape.layers * shape.experts // 4, predictor=None if accuracy is None else "forecasts",
     )  # fmt: skip
-    run = VirtualSide(trace, case, misses=misses, expert_s=held_back * LAYER_S / 2 / shape.top_k, forecasts=forecasts)
+    expert_s = held_back * LAYER_S / 2 / shape.top_k
+    run = VirtualSide(trace, case, misses=misses, expert_s=expert_s, forecasts=forecasts, seed=seed)
     found = []
     for place, forward in enumerate(trace.forwards):
         if link == HOSTILE and isinstance(run.link, MeasuredLink):
