@@ -179,6 +179,13 @@ class PredictorConfig:
                 f"at most {MOST_DISTANCES} of them"
             )
 
+    def check_ahead(self, ahead: int, name: str) -> None:
+        """Raise :class:`ExpertcastError` if `ahead` is not one of `self.ahead`; `name`: of the predictor."""
+        if ahead not in self.ahead:
+            raise ExpertcastError(
+                f"predictor {name} forecasts {list(self.ahead)} layers ahead, not {ahead}: use one of these"
+            )
+
     def as_dict(self) -> Json:
         """Return the fields as JSON values, as a checkpoint's config.json stores them."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -261,10 +268,7 @@ class Predictor(nn.Module, ABC):
 
     def check_ahead(self, ahead: int) -> None:
         """Raise :class:`ExpertcastError` if `ahead` is not one of `self.ahead`."""
-        if ahead not in self.ahead:
-            raise ExpertcastError(
-                f"predictor {self.name} forecasts {list(self.ahead)} layers ahead, not {ahead}: use one of these"
-            )
+        self.config.check_ahead(ahead, self.name)
 
     @torch.no_grad()
     def forecast(self, state: RouterState, ahead: int = 1) -> Forecast:

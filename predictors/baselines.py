@@ -14,10 +14,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState
-from expertcast.predictors.folded import Maps, router_map
+from expertcast.predictors.folded import Maps, mixed, router_map
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 
@@ -208,9 +207,8 @@ class QuasiInput(Predictor):
         d_l is the sum over routed experts of weight x default vector, plus the shared experts' mean. Source: Madan et
         al., Speculating Experts, 2026, section 3.1.
         """
-        rows_TKD = functional.embedding(state.topk_ids_TK, self.expert_LED[state.layer].float())
-        default_TD = torch.bmm(state.topk_weights_TK.float().unsqueeze(1), rows_TKD).squeeze(1)
-        default_TD = default_TD + self.shared_LD[state.layer].float()
+        rows_ED, shared_D = self.expert_LED[state.layer], self.shared_LD[state.layer].float()
+        default_TD = mixed(rows_ED, shared_D, state.topk_ids_TK, state.topk_weights_TK)
         return self.view[state.layer + ahead].router_input(state.residual_TD.float() + default_TD)
 
 

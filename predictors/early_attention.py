@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.baselines import ThroughRouter
-from expertcast.predictors.folded import Maps, router_map
+from expertcast.predictors.folded import Maps, mixed, router_map
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 
@@ -83,9 +83,8 @@ class StandIn(nn.Module):
             weights_TK: the model's combine weights of these experts.
         """
         map_EV, shared_V = self.map_LEZD[layer].flatten(1), self.shared_LZD[layer].flatten()
-        if len(ids_TK) == 1:  # a third of the operations of the sum below
-            mixed_1V = torch.addmm(shared_V, weights_TK.float(), map_EV.index_select(0, ids_TK[0]).float())
-            mixed_ZD = mixed_1V.view(self.shared_LZD.shape[1:])
+        if len(ids_TK) == 1:  # fewer operations than the sum below
+            mixed_ZD = mixed(map_EV, shared_V, ids_TK, weights_TK).view(self.shared_LZD.shape[1:])
             return torch.addmm(mixed_ZD[:1], self.directions(layer, router_input_TD), mixed_ZD[1:])
         outputs = []
         parts = (torch.split(each, _CHUNK) for each in (ids_TK, weights_TK, router_input_TD))

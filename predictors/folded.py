@@ -142,7 +142,7 @@ class Hints:
         maps, start, parts = self._maps, self._maps.bias_X, []
         tokens = len(state.residual_TD)
         if self._rows is not None:
-            mixed_TV = _mixed(*self._rows, state)
+            mixed_TV = mixed(*self._rows, state.topk_ids_TK, state.topk_weights_TK)
             if "routing" in maps.of:
                 outputs = len(maps.bias_X)
                 mixed_TV, start = mixed_TV.split_with_sizes([mixed_TV.shape[1] - outputs, outputs], dim=1)
@@ -186,10 +186,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _mixed(rows_EV: Tensor, start_V: Tensor, state: RouterState) -> Tensor:
+def mixed(rows_EV: Tensor, start_V: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return start + the rows of each token's experts by their weights [T, V], in fp32."""
-    weights_TK = state.topk_weights_TK.float()
-    if len(weights_TK) == 1:
-        return torch.addmm(start_V, weights_TK, rows_EV.index_select(0, state.topk_ids_TK[0]).float())
-    rows_TKV = functional.embedding(state.topk_ids_TK, rows_EV).float()
+    weights_TK = weights_TK.float()
+    if len(weights_TK) == 1:  # a third of the operations of the sum below
+        return torch.addmm(start_V, weights_TK, rows_EV.index_select(0, ids_TK[0]).float())
+    rows_TKV = functional.embedding(ids_TK, rows_EV).float()
     return torch.baddbmm(start_V, weights_TK.unsqueeze(1), rows_TKV).squeeze(1)

@@ -40,6 +40,9 @@ SHARED = ("expert_LED", "shared_LD", "held.")
 """Beginnings of the paths of buffers that members share: default vectors, and the stand-in of early attention."""
 
 
+UNTRAINED = "predictor {!r} must be trained for a model: give the folder that `expertcast train` wrote"
+
+
 class Choice(TypedDict):
     """Predictor chosen for a target layer, with the recall@k on validation of every candidate."""
 
@@ -118,11 +121,13 @@ class Hybrid(Predictor):
     def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
         assert isinstance(config, HybridConfig)
         super().__init__(config, shape)
+        if not config.choices:
+            raise ExpertcastError(UNTRAINED.format(self.name))
         self.chosen = {(choice["ahead"], choice["layer"]): choice["predictor"] for choice in config.choices}
         targets = [(ahead, layer) for ahead in config.ahead for layer in range(ahead, shape.layers)]
-        if config.choices and sorted((choice["ahead"], choice["layer"]) for choice in config.choices) != targets:
+        if sorted((choice["ahead"], choice["layer"]) for choice in config.choices) != targets:
             raise ExpertcastError(f"choices are not one for each target layer of {shape.as_dict()}: train hybrid again")
-        kept = {*self.chosen.values(), *config.cost_ms} if self.chosen else set()
+        kept = {*self.chosen.values(), *config.cost_ms}
         names = [name for name in config.candidates if name in kept]
         self.members = nn.ModuleDict({name: _member(name, config, shape) for name in names})
         self._share()
@@ -155,8 +160,6 @@ class Hybrid(Predictor):
         return self
 
     def bind(self, view: MoEView) -> Predictor:
-        if not self.chosen:
-            raise ExpertcastError("hybrid is not trained: train it with `expertcast train`")
         for name in self.members:
             self.member(name).bind(view)
         return super().bind(view)

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.checkpoints.provenance import trained_for_another
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, predictor_class
-from expertcast.predictors.hybrid import Hybrid, member_recall
+from expertcast.predictors.hybrid import UNTRAINED, Hybrid, member_recall
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.config import OffloadConfig, named_checkpoint
-from expertcast.runtime.engine.speculation import Speculator, early_attention_for
+from expertcast.runtime.engine.speculation import Speculator, check_layers, early_attention_for
 
 
 def make_forecasters(
@@ -75,28 +75,30 @@ def check_forecasters(config: OffloadConfig, shape: ModelShape, model_id: str) -
         shape, model_id: of the model.
 
     Raises:
-        ExpertcastError: a predictor that needs training, a checkpoint of another shape, or a mode that needs another
-            predictor.
+        ExpertcastError: a predictor that needs training, a checkpoint of another shape, a distance that it does not
+            forecast, layers that do not exist, or a mode that needs another predictor.
     """
     given, checkpoint = config.resolved_predictor(), None
     if isinstance(given, (str, Path)):
         checkpoint = named_checkpoint(given)
         if checkpoint is None:
             with torch.device("meta"):
-                _untrained(str(given), shape)
+                given = _untrained(str(given), shape)
         elif ModelShape.from_dict(checkpoint.config["shape"]) != shape:
             raise trained_for_another(checkpoint.config, model_id, str(checkpoint.folder), "another shape")
-    executed_layers(config, shape.layers, recall_per_layer(checkpoint, config.ahead))
+    if isinstance(given, Predictor):
+        given.check_ahead(config.ahead)
+    elif checkpoint is not None:
+        checkpoint.predictor()[1].check_ahead(config.ahead, checkpoint.name)
+    check_layers(executed_layers(config, shape.layers, recall_per_layer(checkpoint, config.ahead)), shape.layers)
 
 
 def _untrained(name: str, shape: ModelShape) -> Predictor:
     """Return a predictor without weights of its own."""
     cls = predictor_class(name)
     made = cls(cls.config_class(), shape)
-    if made.state_dict() or isinstance(made, Hybrid):
-        raise ExpertcastError(
-            f"predictor {name!r} must be trained for a model: give the folder that `expertcast train` wrote"
-        )
+    if made.state_dict():
+        raise ExpertcastError(UNTRAINED.format(name))
     return made
 
 

@@ -134,8 +134,8 @@ class LayerFlow:
         policies: all of one model.
         shape: of the model.
         view: the model's MoE layers; needed by policies that route anew.
-        rungs: recall@k, where it is known, by name of each way to forecast: a governor chooses between them; None: all
-            forecasts are made; empty: only executed forecasts are.
+        rungs: recall@k, where it is known, by name of each way to forecast: a governor chooses between them in decode
+            steps; None: all forecasts are made; empty: only executed forecasts are.
     """
 
     def __init__(
@@ -414,16 +414,17 @@ class LayerFlow:
         missing = (chunk for chunk in chunks if not self.residency.holds(chunk[-1]))
         self.residency.prefetch(next(missing, chunks[0]), streamed=True)
 
-    def choose(self, target: int, own: int) -> int | None:
-        """Return the rung for the forecast of a layer that does not execute it; None: no forecast is made.
+    def choose(self, target: int, own: int, *, executes: bool = False) -> int | None:
+        """Return the rung for the forecast of a layer; None: no forecast is made.
 
         Args:
             target: the layer.
             own: the predictor itself, which makes the forecasts where there is no governor.
+            executes: whether the layer executes a forecast by `own`.
         """
-        if self._rungs is not None and not self._rungs:
-            return None
-        return own if self.governor is None else self.governor.choose(target)
+        if self.governor is not None:
+            return self.governor.choose(target)
+        return own if executes or self._rungs is None or self._rungs else None
 
     def forecast(self, target: int, rung: int, seconds: float, *, compared: bool = False) -> None:
         """Count a rung's forecast for a layer, which took the model's thread so long, prefetching included; `compared`:
@@ -533,6 +534,8 @@ class Engine:
         """Whether a call that moves experts began and did not end: records and slots may not agree."""
         self._complete = False
         """Whether the last forward reached its last layer."""
+        self._drafts = False
+        """Whether forwards are drafts: they execute all forecasts, and a governor learns nothing from them."""
         if residency is None:
             stats = RunStatistics(shape.layers)
             residency = ExpertCache(pool, link, policies.eviction, stats, experts=shape.experts, keep=keep)
@@ -555,14 +558,14 @@ class Engine:
     @contextmanager
     def drafting(self, stage: Stage | None) -> Iterator[None]:
         """Run forwards as drafts in the context, in `stage` unless it is None; they may end before the last layer."""
-        self.stage = stage
+        self.stage, self._drafts = stage, True
         try:
             yield
         except BaseException:
             self._inconsistent = True  # whatever was cut short
             raise
         finally:
-            self.stage = None
+            self.stage, self._drafts = None, False
         self._complete = True
 
     @property
@@ -611,7 +614,7 @@ class Engine:
             self.ahead.routed(call)
         layer, flow = call.layer, self.flow
         self._enter("policy", layer)
-        if layer == 0 and call.tokens == 1:
+        if layer == 0 and call.tokens == 1 and not self._drafts:
             flow.start_step(call.sequences)
         if self.residency.observer is not None:
             self.residency.observer.routed(layer, call.residual_TD, call.logits_TE)
@@ -644,7 +647,9 @@ class Engine:
             return None
         useful = self.residency.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
         names = [rung.predictor.name for rung in self.speculator.rungs] if forecasts == AUTO and useful else []
-        return {name: recall.get(name) for name in names}
+        found = {name: recall.get(name) for name in names}
+        executed = names[-1:] if self.speculator.layers else ()
+        return found | dict.fromkeys(executed, 1.0)
 
     def _decide(
         self, call: RouterCall, executed: tuple[Tensor, Tensor] | None
@@ -671,7 +676,7 @@ class Engine:
         if target is None:
             return
         own = len(speculator.rungs) - 1
-        rung = own if target in speculator.layers else flow.choose(target, own)
+        rung = flow.choose(target, own, executes=target in speculator.layers)
         if rung is None:
             return
         clock = self.residency.link.clock

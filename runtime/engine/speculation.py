@@ -72,6 +72,13 @@ def early_attention_for(predictor: Predictor | None, model: PreTrainedModel, vie
     return EarlyAttention(model, view)
 
 
+def check_layers(layers: Iterable[int], count: int) -> None:
+    """Raise :class:`ExpertcastError` for layers that a model of so many MoE layers lacks."""
+    outside = [layer for layer in layers if not 0 <= layer < count]
+    if outside:
+        raise ExpertcastError(f"layers={outside} do not exist: the model has MoE layers 0..{count - 1}")
+
+
 class Speculator:
     """Makes forecasts as layers run and decides which routing a layer executes.
 
@@ -81,8 +88,8 @@ class Speculator:
     Args:
         view: the model's MoE layers.
         predictor: bound to `view`; None: no forecasts.
-        layers: layers that execute their forecast; the others follow their own router. Layers
-            without a forecast (the first `ahead` ones) follow their own router in any case.
+        layers: layers that execute their forecast by the last rung; the others follow their own router. Layers
+            without such a forecast (the first `ahead` ones) follow their own router in any case.
         prefill: forecast (and execute) in steps of more than one token per sequence too.
         ahead: how many layers ahead forecasts are made.
         early: runs the model's blocks early, for a predictor that reads early attention.
@@ -107,14 +114,12 @@ class Speculator:
             assert early is not None or not predictor.uses_early, f"{predictor.name} reads early attention"
         self.view, self.layers = view, frozenset(layers)
         self.predictor = predictor = predictor.executed() if predictor is not None and self.layers else predictor
-        outside = [layer for layer in self.layers if not 0 <= layer < len(view)]
-        if outside:
-            raise ExpertcastError(f"layers={outside} do not exist: the model has MoE layers 0..{len(view) - 1}")
+        check_layers(self.layers, len(view))
         self.prefill, self.ahead = prefill, ahead
         self.previous_logits_TLE: Tensor | None = None
         """Router logits for `previous_token` in a forward over whole sequences; set from outside."""
         self.rungs: list[TracedForecasts] = []
-        """Ways to forecast; the last is the predictor itself."""
+        """Ways to forecast; the last is the predictor itself, whose forecasts are executed."""
         if predictor is not None:
             from expertcast.data.traced import TracedForecasts
 
@@ -133,11 +138,10 @@ class Speculator:
             self._check.try_out()
 
     def hint_only(self, count: int) -> None:
-        """Let :meth:`hint` return the first `count` ids of each token in place of forecasts, where no layer executes
-        forecasts, and routers take the experts with the highest logits."""
-        plain = not self.layers and not self._check.wrong
-        if self.rungs and plain and routes_by_logits(self.view):
-            for rung in self.rungs:
+        """Let :meth:`hint` return the first `count` ids of each token in place of a rung's forecasts that no layer
+        executes, where routers take the experts with the highest logits."""
+        if self.rungs and not self._check.wrong and routes_by_logits(self.view):
+            for rung in self.rungs[:-1] if self.layers else self.rungs:
                 rung.folded, rung.hinted = True, count
 
     def prepare(self) -> None:
@@ -157,7 +161,7 @@ class Speculator:
 
         Args:
             fresh: with new sequences.
-            rung: number in `rungs` of the one for forecasts that are not executed; None: there are none.
+            rung: number in `rungs` of the expected one; None: no forecast is expected.
         """
         self._forecasts.clear()
         self._waiting.clear()
@@ -225,7 +229,8 @@ class Speculator:
         if wants_early and not self._look_early(call, state, traced):
             return None
         made = (traced if call.tokens == 1 else traced.predictor).forecast(state, self.ahead)
-        self._forecasts[made.layer] = made
+        if traced is self.rungs[-1]:
+            self._forecasts[made.layer] = made
         return made
 
     def _known(self, call: RouterCall, rung: int) -> tuple[RouterState, TracedForecasts]:
@@ -241,12 +246,13 @@ class Speculator:
     @torch.no_grad()
     def hint(self, call: RouterCall, rung: int = -1) -> Tensor | None:
         """Return ids [T, N] in place of the forecast that is :meth:`due`, each token's likeliest first; None: only the
-        forecast has them.
+        forecast has them, or the layer executes it.
 
         Arguments are those of :meth:`forecast`.
         """
         state, traced = self._known(call, rung)
-        if traced.hinted is None or call.tokens > 1:
+        executed = traced is self.rungs[-1] and call.layer + self.ahead in self.layers
+        if executed or traced.hinted is None or call.tokens > 1:
             return None
         if traced.predictor.wants_early(call.layer, self.ahead):
             assert self.early is not None

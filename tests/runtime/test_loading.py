@@ -54,10 +54,12 @@ def test_reference_model(reference_model: PreTrainedModel, one: dict[str, Tensor
         assert offloaded.model.generation_config.to_dict() == reference_model.generation_config.to_dict()
 
 
-def test_predictors_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
+def test_predictors_are_refused_before_weights_are_loaded(tmp_path: Path, reference_model: PreTrainedModel) -> None:
     view = find_moe_layers(tiny_model("olmoe"))
     cls = predictor_class("next_norm")
     save_predictor(cls(cls.config_class(), view.shape), tmp_path / "p", view=view)
+    own = find_moe_layers(reference_model)
+    save_predictor(cls(cls.config_class(ahead=(1, 2)), own.shape), tmp_path / "own", view=own)
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"predictor": "estimator"}, "'estimator' must be trained"),
         ({"predictor": "quasi_hidden"}, "'quasi_hidden' must be trained"),
@@ -65,6 +67,10 @@ def test_predictors_are_refused_before_weights_are_loaded(tmp_path: Path) -> Non
         ({"predictor": tmp_path / "p"}, "has another shape: train a predictor for this model"),
         ({"predictor": "next_norm", "mode": "hybrid"}, r"give layers=\[...\], or a checkpoint"),
         ({"mode": "speculate"}, "give a predictor"),
+        ({"predictor": "next_norm", "ahead": 2}, r"next_norm forecasts \[1\] layers ahead, not 2"),
+        ({"predictor": cls(cls.config_class(), own.shape), "ahead": 2}, r"forecasts \[1\] layers ahead, not 2"),
+        ({"predictor": tmp_path / "own", "ahead": 3}, r"forecasts \[1, 2\] layers ahead, not 3"),
+        ({"predictor": "next_norm", "mode": "hybrid", "layers": [3, 12]}, r"layers=\[12\] do not exist"),
     ]
     for fields, line in refusals:
         with refused(line):

@@ -50,7 +50,7 @@ def test_benchmark(reference_model: PreTrainedModel, reference_tokenizer: Any) -
     runs = {
         "on_demand": few,
         "exact": replace(few, predictor="next_norm"),
-        "speculate": replace(few, predictor="next_norm", mode="speculate"),
+        "speculate": replace(few, predictor="next_norm", mode="speculate", forecasts="always"),
         "cached": replace(few, slots=768, cache=True),
     }
     settings = BenchSettings(new_tokens=6, repetitions=1)

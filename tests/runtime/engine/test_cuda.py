@@ -33,7 +33,7 @@ WATCHED: list[dict[str, Any]] = [
     {"slots": 5, "predictor": "next_norm", "forecasts": "always"},
     {"slots": 9, "predictor": "next_norm", "policies": "prefetch=top_k:overfetch=2.0", "forecasts": "always"},
     {"slots": 6, "predictor": "router_input", "cache": False, "forecasts": "always"},
-    {"slots": 7, "predictor": "next_norm", "mode": "speculate"},
+    {"slots": 7, "predictor": "next_norm", "mode": "speculate", "forecasts": "always"},
 ]
 
 

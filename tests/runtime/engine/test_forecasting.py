@@ -447,19 +447,49 @@ def test_what_is_learned_lasts_from_one_text_to_the_next(reference_model: PreTra
     assert decisions == [55, 110]
 
 
-@pytest.mark.parametrize(
-    "options", [{"mode": "speculate", "bandwidth": 2e8}, {"mode": "hybrid", "layers": (1, 4, 7), "link": "instant"}]
-)
-def test_executed_layers_get_the_forecasts_of_the_predictor_itself(
-    reference_model: PreTrainedModel, one: dict[str, Tensor], estimator: Predictor, options: dict[str, Any]
+@pytest.mark.parametrize(("rung", "same"), [(None, "exact"), (0, "exact"), (2, "always")])
+@pytest.mark.parametrize("layers", [None, (1, 4, 7)])
+def test_layers_execute_the_forecasts_of_the_predictor_itself_where_the_governor_makes_them(
+    reference_model: PreTrainedModel, one: dict[str, Tensor], estimator: Predictor, rung: int | None, same: str,
+    layers: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Those of a cheaper rung are hints: executed, they would be other tokens."""
+    mode = {"mode": "speculate"} if layers is None else {"mode": "hybrid", "layers": layers}
+    given = {"slots": 192, "predictor": estimator, "bandwidth": 2e8}
+    expected = {}
+    for name, fields in {"exact": {}, "always": {**mode, "forecasts": "always"}}.items():
+        with offload(reference_model, **given, **fields):
+            expected[name] = greedy(reference_model, one, tokens=6)
+    assert not torch.equal(expected["exact"][1][-1], expected["always"][1][-1])
+    monkeypatch.setattr(ForecastGovernor, "choose", lambda _self, _target: rung)
+    with offload(reference_model, **given, **mode):
+        assert_same(greedy(reference_model, one, tokens=6), expected[same])
+
+
+@pytest.mark.parametrize("forecasts", ["auto", "always"])
+def test_a_draft_executes_the_forecasts(
+    reference_model: PreTrainedModel, one: dict[str, Tensor], estimator: Predictor, forecasts: str
 ) -> None:
-    """Whatever the others get: a cheaper rung's would be other tokens."""
+    """Those of an untrained predictor are mostly wrong, and drafts teach the governor of single steps nothing."""
+    given = {"slots": 192, "predictor": estimator, "bandwidth": 2e8, "forecasts": forecasts}
+    with offload(reference_model, **given, draft="speculate") as offloaded:
+        offloaded.generate(**one, max_new_tokens=6, do_sample=False, draft="speculate", draft_length=2)
+        found = offloaded.stats.as_dict()
+    assert found["drafts"]["by_draft"]["speculate"]["mismatch"] > 0.2
+    assert not found.get("forecasts")
+
+
+@pytest.mark.parametrize("forecasts", ["auto", "never"])
+def test_without_a_governor_executed_forecasts_are_always_made(
+    reference_model: PreTrainedModel, one: dict[str, Tensor], estimator: Predictor, forecasts: str
+) -> None:
+    """Over a link that copies in the model's thread, and where no others are wanted."""
     found = []
-    for forecasts in FORECASTS:
-        with offload(reference_model, slots=192, predictor=estimator, forecasts=forecasts, **options):
+    for name in ("always", forecasts):
+        given = {"slots": 192, "predictor": estimator, "link": "instant", "forecasts": name}
+        with offload(reference_model, **given, mode="hybrid", layers=(1, 4, 7)):
             found.append(greedy(reference_model, one, tokens=6))
     assert_same(found[0], found[1])
-    assert_same(found[2], found[1])
 
 
 EVERY = set(range(1, 12))
