@@ -192,7 +192,9 @@ def test_every_default_predictor_is_made_and_trained_at_life_size(name: str, mod
     if isinstance(config, LinearConfig):
         config = replace(config, inputs=default_inputs(shape), stand_in_rank=8)
     elif name == "hybrid":
-        config = replace(config, candidates=["linear", "next_norm"])
+        best = {"ahead": 1, "predictor": "linear", "recall": {"linear": 1.0}}
+        choices, own = [best | {"layer": at} for at in range(1, shape.layers)], {"linear": LinearConfig().as_dict()}
+        config = HybridConfig(candidates=["linear"], choices=choices, member_configs=own)
     with torch.device("meta"):
         predictor = predictor_class(name)(config, shape)
         if not isinstance(predictor, Linear):
