@@ -17,6 +17,7 @@ with a message of one line: the problem, then the remedy. Each public name has a
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -83,12 +84,21 @@ __all__ = sorted([*_MODULE, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use, so that `import expertcast` and `expertcast --help` need not load torch."""
+    """Import a public name on first use, so that `import expertcast` and `expertcast --help` need not load torch.
+
+    Nothing that transformers imports is garbage: collections would take a fifth of the time.
+    """
     if name in _MODULE:
+        collected = gc.isenabled() and "transformers" not in sys.modules
         try:
+            if collected:
+                gc.disable()
             return getattr(importlib.import_module(_MODULE[name]), name)
         except ModuleNotFoundError as error:
             raise importlib.import_module("expertcast.predictors.messages").missing_extra(error) from error
+        finally:
+            if collected:
+                gc.enable()
     raise AttributeError(f"module 'expertcast' has no attribute {name!r}")
 
 

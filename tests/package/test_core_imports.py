@@ -56,6 +56,16 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+def test_imports_are_not_garbage_collected() -> None:
+    """The oldest objects are not searched for garbage while a public name is imported, and are afterwards."""
+    code = (
+        "import gc, expertcast; before = gc.get_stats()[2]['collections']; expertcast.load_offloaded; "
+        "print(gc.get_stats()[2]['collections'] - before, gc.isenabled())"
+    )
+    done = run("-c", code)
+    assert done.stdout.split() == ["0", "True"], done.stderr
+
+
 def test_threads_of_torch_spin_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """GNU OpenMP reads its spin count when torch is imported; a user's own settings stay."""
     shown = "import expertcast, os; print(os.environ.get('GOMP_SPINCOUNT'))"
