@@ -267,9 +267,9 @@ def _is_known(kind: str) -> bool:
     if kind not in _ORDERS or kind not in _interleaved():
         return False
     rows = torch.randint(256, (TOGETHER, 3 * TYPES[kind].nbytes), dtype=torch.uint8, generator=torch.Generator())
-    given = torch.empty_like(rows)
-    interleave(kind, rows, given)
-    return torch.equal(separate(kind, given, torch.empty_like(rows)), rows)
+    made = torch.empty_like(rows)
+    interleave(kind, rows.shape[1], rows.data_ptr(), made.data_ptr(), rows.numel())
+    return torch.equal(separate(kind, made, torch.empty_like(rows)), rows)
 
 
 def interleaves(kind: str, outputs: int) -> bool:
@@ -277,14 +277,27 @@ def interleaves(kind: str, outputs: int) -> bool:
     return outputs % TOGETHER == 0 and _is_known(kind)
 
 
-def interleave(kind: str, rows: Tensor, octets: Tensor) -> None:
-    """Write rows of blocks, contiguous uint8 [N, row bytes], interleaved to other memory of the same shape."""
-    assert rows.shape == octets.shape
-    assert rows.is_contiguous()
-    inputs = rows.shape[1] // TYPES[kind].nbytes * TYPES[kind].elements
-    graph = Graph(kind, 0, 1)
-    made = graph.weights(Matrices.of(kind, octets.view(1, -1), 0, len(rows), inputs, interleaved=True))
-    _library().backend_tensor_set(made, rows.data_ptr(), 0, rows.numel())
+def interleave(kind: str, width: int, given: int, place: int, nbytes: int) -> None:
+    """Write rows of blocks interleaved to other memory.
+
+    Threads that read a disk call it: operations of torch would each let go of Python's lock and wait for it.
+
+    Args:
+        kind: type of the blocks.
+        width: bytes of a row.
+        given, place: addresses of the rows and of the other memory.
+        nbytes: bytes of the rows, a multiple of those of `TOGETHER` rows.
+    """
+    rows, inputs = nbytes // width, width // TYPES[kind].nbytes * TYPES[kind].elements
+
+    def make() -> tuple[Graph, _Tensor]:
+        graph = Graph(kind, 0, 1)
+        matrix = Matrices(kind, place, 1, nbytes, rows, inputs, interleaved=True)
+        return graph, _Tensor.from_address(graph.weights(matrix))
+
+    _, record = kept(("interleave", kind, width, nbytes), make)
+    record.data = place
+    _library().backend_tensor_set(ctypes.addressof(record), given, 0, nbytes)
 
 
 def separate(kind: str, octets: Tensor, rows: Tensor) -> Tensor:

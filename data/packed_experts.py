@@ -76,9 +76,9 @@ class OrderedRows(NamedTuple):
         """Bytes of rows that are interleaved among themselves."""
         return ggml.TOGETHER * self.row_bytes
 
-    def write(self, given: Tensor, octets: Tensor) -> None:
-        """Write some units, uint8 in the order of files, to other memory in the order of memory."""
-        ggml.interleave(self.kind, given.view(-1, self.row_bytes), octets.view(-1, self.row_bytes))
+    def write(self, given: int, place: int, nbytes: int) -> None:
+        """Write some units, at address `given` in the order of files, to address `place` in the order of memory."""
+        ggml.interleave(self.kind, self.row_bytes, given, place, nbytes)
 
     def separate(self, octets: Tensor) -> None:
         """Bring all rows in uint8 [bytes] back into the order of files."""
@@ -178,7 +178,7 @@ class BlockForm:
             for some in self.ordered():
                 for place in torch.split(each[some.start : some.end], max(1, _REORDERED // some.unit) * some.unit):
                     (given,) = ggml.scratch((place.shape, torch.uint8))
-                    some.write(given.copy_(place), place)
+                    some.write(given.copy_(place).data_ptr(), place.data_ptr(), place.numel())
 
     def ordered(self, first: int = 0) -> list[OrderedRows]:
         """Return the rows of uint8 [nbytes] that are interleaved; `first` is added to their places."""

@@ -72,16 +72,15 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def read_range(file: int, start: int, nbytes: int) -> bytearray:
+def read_range(file: int, start: int, nbytes: int) -> memoryview:
     """Read bytes of an open file from `start`; fewer at the end of the file.
 
     A single read returns at most 2 GiB on Linux, and may return less on network file systems.
     """
-    read, done = bytearray(nbytes), 0
-    while done < nbytes and (count := os.preadv(file, [memoryview(read)[done:]], start + done)):
+    read, done = torch.empty(nbytes, dtype=torch.uint8).numpy().data, 0  # a bytearray would be cleared first
+    while done < nbytes and (count := os.preadv(file, [read[done:]], start + done)):
         done += count
-    del read[done:]
-    return read
+    return read[:done]
 
 
 def read_json(path: Path, schema: type[T], remedy: str) -> T:

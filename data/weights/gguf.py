@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest.mock import patch
@@ -73,10 +73,13 @@ class _Parameter:
 
     def pieces(self) -> tuple[Piece, ...] | None:
         """Return the types of the parameter's rows; None if they are not rows of the file."""
-        kinds = [tensor.kind.name for tensor in self.stored for _ in range(tensor.rows.get_shape()[-2:][0])]
+        given = [(tensor.kind.name, tensor.rows.get_shape()[-2:][0]) for tensor in self.stored]
         order = self._order()
-        if order is None or not ggml.TYPES.keys() >= set(kinds):
+        if order is None or not ggml.TYPES.keys() >= {kind for kind, _ in given}:
             return None
+        if len({kind for kind, _ in given}) == 1:
+            return (Piece(given[0][0], len(order)),)
+        kinds = list(chain.from_iterable([kind] * rows for kind, rows in given))
         return tuple(Piece(kind, len(list(rows))) for kind, rows in groupby(kinds[row] for row in order.tolist()))
 
     def _order(self) -> Tensor | None:

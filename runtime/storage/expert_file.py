@@ -340,7 +340,7 @@ class ExpertFile:
         """Descriptor of the file; remains valid if another file replaces it at `path`."""
         weakref.finalize(self, os.close, self.handle)
         raw = read_range(self.handle, header.room + header.nbytes, header.index_nbytes)
-        if digest(memoryview(raw)) != header.index:  # damaged, or replaced since the header was read
+        if digest(raw) != header.index:  # damaged, or replaced since the header was read
             raise StaleFileError("its index is damaged")
         numbers = np.frombuffer(raw, "<i8").reshape(3, header.count, header.parts)
         self.offsets: npt.NDArray[np.int64] = numbers[0]

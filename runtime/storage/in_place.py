@@ -122,7 +122,7 @@ class ExpertsInPlace:
             read = read_range(file.handle, each.offset, each.nbytes)
             if len(read) != each.nbytes or stamp_of(file.handle) != file.stamp:
                 raise file.changed()
-            each.put(torch.frombuffer(read, dtype=torch.uint8), memory)
+            each.put(torch.frombuffer(read, dtype=torch.uint8).data_ptr(), memory)
         if not plain:
             self._convert(key, memory, block)
 

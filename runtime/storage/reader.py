@@ -45,16 +45,17 @@ class Range(NamedTuple):
     """Number of the file among those of the reader."""
     unit: int = 1
     """Bytes of which a piece has a multiple, at most `PIECE`."""
-    write: Callable[[Tensor, Tensor], None] | None = None
-    """Writes a piece's bytes, uint8, to its place in memory, in another order; None: they are copied."""
+    write: Callable[[int, int, int], None] | None = None
+    """Writes a piece's bytes from an address to another in another order, with their number; None: they are copied."""
 
-    def put(self, given: Tensor, memory: Tensor) -> None:
-        """Write the range's bytes, contiguous uint8, to their place in memory."""
-        place = memory[self.start : self.start + self.nbytes]
+    def put(self, given: int, memory: Tensor) -> None:
+        """Write the range's bytes from an address to their place in memory, uint8."""
+        assert self.start + self.nbytes <= memory.numel()
+        place = memory.data_ptr() + self.start
         if self.write is None:
-            ctypes.memmove(place.data_ptr(), given.data_ptr(), self.nbytes)
+            ctypes.memmove(place, given, self.nbytes)
         else:
-            self.write(given, place)
+            self.write(given, place, self.nbytes)
 
 
 def pieces_of(ranges: Iterable[Range]) -> list[Range]:
@@ -62,6 +63,9 @@ def pieces_of(ranges: Iterable[Range]) -> list[Range]:
     pieces = []
     for each in ranges:
         step = PIECE // each.unit * each.unit
+        if 0 < each.nbytes <= step:
+            pieces.append(each)
+            continue
         for done in range(0, each.nbytes, step):
             left = min(step, each.nbytes - done)
             pieces.append(each._replace(offset=each.offset + done, start=each.start + done, nbytes=left))
@@ -245,13 +249,14 @@ class DirectReader(TransferQueue[Read]):
             assert file.handle is not None
             os.close(file.handle)
 
-    def _run(self, staging: Tensor) -> None:
+    def _run(self, memory: Tensor) -> None:
         run_alone()
+        staging = memory.numpy().data
         while (request := self._next()) is not None:
             reads, piece = request
             start = time.perf_counter()
             try:
-                self._request(reads, piece, staging)
+                self._request(reads, piece, staging, memory.data_ptr())
             except BaseException as error:  # raised in the threads that wait for the ranges
                 if isinstance(error, OSError):
                     path = self._files[reads[0].pieces[piece].file].path
@@ -267,7 +272,7 @@ class DirectReader(TransferQueue[Read]):
             return None if read is None else (self._joined(read), read.pieces_begun - 1)
 
     def _joined(self, read: Read) -> list[Read]:
-        reads, size = [read], read.nbytes
+        reads, size = [read], read.pieces[0].nbytes
         while len(read.pieces) == 1 and read.aligned(read.pieces[0]) and size < PIECE:
             following = self._next_at.get(reads[-1].offset + reads[-1].nbytes)
             if following is None or following.started or following.cancelled:
@@ -279,8 +284,8 @@ class DirectReader(TransferQueue[Read]):
             reads.append(following)
         return reads
 
-    def _request(self, reads: list[Read], number: int, staging: Tensor) -> None:
-        """Read one request."""
+    def _request(self, reads: list[Read], number: int, staging: memoryview, address: int) -> None:
+        """Read one request, directly or by memory at an address."""
         first, piece = reads[0], reads[0].pieces[number]
         size = sum(read.nbytes for read in reads) if len(reads) > 1 else piece.nbytes
         file, offset = self._files[piece.file], piece.offset
@@ -290,8 +295,8 @@ class DirectReader(TransferQueue[Read]):
         else:
             low = offset - offset % SECTOR
             whole = sectors(offset + size - low)
-            self._read(file, [staging.numpy().data[:whole]], low, offset + size - low)
-            piece.put(staging[offset - low :][:size], first.memory)
+            self._read(file, [staging[:whole]], low, offset + size - low)
+            piece.put(address + offset - low, first.memory)
         if self._pace is not None:
             seconds = size / self._pace
             with self.lock:
@@ -303,8 +308,8 @@ class DirectReader(TransferQueue[Read]):
         assert file.handle is not None
         unit, done = SECTOR if self.direct else 1, 0
         while True:
-            count = os.preadv(file.handle, _behind(views, done), offset + done)
-            if (done + count < least and count < unit) or stamp_of(file.handle) != file.stamp:
+            count = os.preadv(file.handle, _behind(views, done) if done else views, offset + done)
+            if done + count < least and count < unit:
                 raise file.changed()
             if not self.direct and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.handle, offset + done, count, os.POSIX_FADV_DONTNEED)
@@ -313,13 +318,23 @@ class DirectReader(TransferQueue[Read]):
             done += count - count % unit  # network file systems may return less than requested
 
     def _arrive(self, reads: list[Read], start: float, end: float) -> None:
-        for read in reads:
-            with self.lock:
+        with self.lock:
+            for read in reads:
                 read.pieces_read += 1
                 read.start = min(read.start or start, start)
-                last = read.pieces_read == len(read.pieces)
-            if last:
-                read.finish(end)
+            over = [read for read in reads if read.pieces_read == len(read.pieces)]
+        changed = self._changed(over[0]) if over else None  # joined ones are of one file
+        for read in over:
+            read.finish(end, changed)
+
+    def _changed(self, read: Read) -> ExpertcastError | None:
+        """Return an error if a file of a request, all of whose pieces are read, has changed meanwhile."""
+        for number in {piece.file for piece in read.pieces}:
+            file = self._files[number]
+            assert file.handle is not None
+            if stamp_of(file.handle) != file.stamp:
+                return file.changed()
+        return None
 
 
 def _behind(views: list[memoryview], done: int) -> list[memoryview]:

@@ -86,7 +86,7 @@ __all__ = sorted([*_MODULE, "__version__"])
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import expertcast` and `expertcast --help` need not load torch.
 
-    Nothing that transformers imports is garbage: collections would take a fifth of the time.
+    Garbage is not collected meanwhile: that would take a fifth of the time.
     """
     if name in _MODULE:
         collected = gc.isenabled() and "transformers" not in sys.modules

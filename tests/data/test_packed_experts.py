@@ -260,7 +260,7 @@ def test_interleaved_rows(kind: str) -> None:
     pool = torch.zeros(_EXPERTS, blocks[0].numel() + 999, dtype=torch.uint8)
     for rows, own in zip(blocks, pool, strict=True):
         place = own[7 : 7 + rows.numel()].view_as(rows)
-        ggml.interleave(kind, rows, place)
+        ggml.interleave(kind, rows.shape[1], rows.data_ptr(), place.data_ptr(), rows.numel())
         assert not torch.equal(place, rows)
         assert torch.equal(ggml.separate(kind, place, torch.empty_like(rows)), rows)
         assert torch.equal(ggml.separate(kind, place[8:24], torch.empty_like(rows[8:24])), rows[8:24])
@@ -417,9 +417,7 @@ def test_a_large_matrix_is_interleaved_in_parts(monkeypatch: pytest.MonkeyPatch)
     whole, found = torch.empty(form.nbytes, dtype=torch.uint8), torch.empty(form.nbytes, dtype=torch.uint8)
     form.put(blocks, whole)
     write = packed_experts.OrderedRows.write
-    monkeypatch.setattr(
-        packed_experts.OrderedRows, "write", lambda *given: (sizes.append(given[1].numel()), write(*given))
-    )
+    monkeypatch.setattr(packed_experts.OrderedRows, "write", lambda *given: (sizes.append(given[3]), write(*given)))
     for most, expected in ((20 * 288, [16 * 288] * 3), (1, [8 * 288] * 6)):
         monkeypatch.setattr(packed_experts, "_REORDERED", most)
         form.put(blocks, found)
