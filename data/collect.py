@@ -108,7 +108,9 @@ def collect(
     if share.rank == 0:
         if claim(folder, new, view, json.loads(model.config.to_json_string())) is None:
             write_info(folder, new)
-        line, free = check_disk(folder, plan.token_count(), row_bytes(columns))
+        shape = view.shape
+        defaults = 4 * shape.layers * shape.experts * shape.hidden
+        line, free = check_disk(folder, plan.token_count(), row_bytes(columns), defaults + (beside if early else 0))
         forwards = len(list(_batches(plan, plan.documents, batch_size)))
         print(f"{line}; {forwards} forwards of {batch_size} windows", file=sys.stderr)
         if early is not None and not (folder / layout.STAND_IN_FILE).exists():

@@ -41,7 +41,7 @@ from expertcast.data.weights.files import SafetensorsFiles, TensorFile, WeightFi
 from expertcast.data.weights.gguf import GgufFile, check_package, complete_config, gguf_form, light_headers
 from expertcast.data.weights.groups import grouped
 from expertcast.data.weights.packed import join_bnb, join_packed, join_scales
-from expertcast.predictors.messages import ExpertcastError, first_line, format_bytes
+from expertcast.predictors.messages import ExpertcastError, TooLargeError, first_line, format_bytes
 
 LOADING = threading.RLock()
 """Held while a model is built or loaded: transformers then sets torch's default dtype, which all threads share."""
@@ -187,10 +187,6 @@ def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu"
         loaded = model_of(model.to(wanted or files.dtype), files.tensors, source, target, **options)
     put_adapter(loaded, source)
     return loaded.eval()
-
-
-class TooLargeError(ExpertcastError):
-    """A model exceeds the free memory of its device."""
 
 
 def _check_room(source: ModelSource, model: PreTrainedModel, device: torch.device) -> None:

@@ -169,13 +169,14 @@ def check_settings(folder: Path, begun: TraceInfo, new: Json, may_change: Collec
             )
 
 
-def check_disk(folder: Path, tokens: int, row_bytes: int) -> tuple[str, int]:
-    """Compare the size of a folder's rows with the free disk space.
+def check_disk(folder: Path, tokens: int, row_bytes: int, beside: int = 0) -> tuple[str, int]:
+    """Compare the size of a folder's files with the free disk space.
 
     Args:
         folder: the traces, with the rows that are written already; it need not exist.
         tokens: number of rows in the end.
         row_bytes: size of a row.
+        beside: bytes of the tensors beside the rows.
 
     Returns:
         One line about both, and the bytes that will be left over.
@@ -183,15 +184,17 @@ def check_disk(folder: Path, tokens: int, row_bytes: int) -> tuple[str, int]:
     Raises:
         ExpertcastError: the disk is too small.
     """
-    total, there = tokens * row_bytes, sum(path.stat().st_size for path in folder.glob("data-*"))
+    files = (*folder.glob("data-*"), *folder.glob("*.safetensors"))
+    total, there = tokens * row_bytes + beside, sum(path.stat().st_size for path in files)
+    rows = f"{tokens:,} tokens of {row_bytes:,} bytes" + (f" and {format_bytes(beside)} beside them" if beside else "")
     free = shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
     if total - there > free:
         raise ExpertcastError(
-            f"{tokens:,} tokens of {row_bytes:,} bytes need {format_bytes(total - there)} more in {folder} and "
+            f"{rows} need {format_bytes(total - there)} more in {folder} and "
             f"{format_bytes(free)} are free: "
             "collect fewer tokens, use another disk, or train without storing traces (expertcast train MODEL --data D)"
         )
-    line = f"{folder}: {tokens:,} tokens of {row_bytes:,} bytes, about {format_bytes(total)} on disk "
+    line = f"{folder}: {rows}, about {format_bytes(total)} on disk "
     line += f"({format_bytes(there)} already written), {format_bytes(free)} free"
     return line, free - (total - there)
 

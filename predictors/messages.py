@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from importlib.metadata import requires
+from threading import Timer
 from typing import Any, TypeAlias, TypeVar
 
 from tqdm import tqdm
@@ -35,6 +36,10 @@ class ExpertcastError(ValueError):
         ...
         expertcast.predictors.messages.ExpertcastError: no file missing.txt: ...
     """
+
+
+class TooLargeError(ExpertcastError):
+    """A model exceeds the free memory of its device."""
 
 
 def first_line(error: Exception) -> str:
@@ -118,7 +123,7 @@ B = TypeVar("B", bound=Sized)
 
 
 class Progress(tqdm):  # type: ignore[misc]
-    """Progress bar that appears after five seconds; its final state stays visible.
+    """Progress bar that appears after five seconds, also within a first step; its final state stays visible.
 
     Args:
         what: name of the stage.
@@ -138,6 +143,10 @@ class Progress(tqdm):  # type: ignore[misc]
             steps, desc=what, total=total, unit=unit, initial=initial, unit_scale=unit == "token", delay=DELAY_S,
             mininterval=0.5 if sys.stderr.isatty() else LOG_S, dynamic_ncols=True, **hidden,
         )  # fmt: skip
+        self._first = Timer(DELAY_S, self.refresh)
+        self._first.daemon = True
+        if not self.disable and steps is None:
+            self._first.start()
 
     def close(self) -> None:
         """Show the final state of a stage that took long enough, and close the bar."""
@@ -145,6 +154,8 @@ class Progress(tqdm):  # type: ignore[misc]
             return
         if not self.disable and time.time() - self.start_t >= self.delay:
             self.last_print_t = time.time()  # else tqdm assumes that the bar never appeared and does not finish it
+        if hasattr(self, "_first"):
+            self._first.cancel()
         super().close()
 
 

@@ -22,7 +22,7 @@ from expertcast.data.packed_experts import pack_module, packed_matrices
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.artefacts import read_json, write_user_file
 from expertcast.predictors.base import PREDICTORS
-from expertcast.predictors.messages import Json, Progress, format_bytes
+from expertcast.predictors.messages import Json, Progress, TooLargeError, format_bytes
 from expertcast.predictors.options import field_docs, validate
 from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft, keeps_copies
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
@@ -505,7 +505,7 @@ def slots_for(
         room: memory without `slots` and `memory`; None: a quarter of the experts.
 
     Raises:
-        ExpertcastError: too few slots for one token; names the smallest number of bytes that would do.
+        TooLargeError: too few slots for one token; names the smallest number of bytes that would do.
     """
     slots, top_k, everything = config.slots, store.top_k, store.layers * store.experts
     budget = room if config.memory is None else size_bytes(config.memory)
@@ -518,7 +518,7 @@ def slots_for(
             if config.memory is None:
                 given = f"{format_bytes(budget)} of free memory hold"
             words, enough = f" beside {listed(parts)}" if parts else "", sum(parts.values()) + top_k * block_bytes
-            raise ExpertcastError(
+            raise TooLargeError(
                 f"{given} {slots} experts of {format_bytes(block_bytes)}{words}; one token "
                 f"needs {top_k}: give {enough} bytes or more, such as {format_bytes(1.01 * enough).replace(' ', '')}"
             )

@@ -160,8 +160,8 @@ class Plan:
         reads = f"all are in {place}, and each is read once"
         if absent:
             reads = (
-                f"the others in {place}; a token reads about {absent * per_token:.0f} of its {per_token} experts, "
-                f"{format_bytes(absent * per_token * block)}"
+                f"the others in {place}; once these slots are full, a token reads about "
+                f"{absent * per_token:.0f} of its {per_token} experts, {format_bytes(absent * per_token * block)}"
             )
         return (
             f"{self.name}: experts {self.form}, {format_bytes(block)} each; {format_bytes(sum(self.beside.values()))} "

@@ -23,7 +23,7 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, RouterState
 from expertcast.predictors.folded import router_map
 from expertcast.predictors.linear import Linear, LinearConfig
-from expertcast.predictors.messages import Json
+from expertcast.predictors.messages import Json, Progress
 from expertcast.predictors.view import ModelShape, MoELayer
 from expertcast.training.loop import fingerprint, usable_state, write_state
 from expertcast.training.scoring import (
@@ -101,7 +101,7 @@ def _fit_pairs(
             sums[pair].update(x_TF, batch.logits_TLE[:, pair + ahead])
     strengths = sorted(config.strengths, reverse=True)
     candidates: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-    for pair in pairs:
+    for pair in Progress(f"{name}: solving {len(pairs)} layer pairs", unit="pair", steps=pairs, shown=options.progress):
         router = _router(view[pair + ahead], sum(predictor.sizes))
         weight_SFE, bias_SE = sums.pop(pair).solve(strengths, None if router is None else router[0])
         if router is not None:

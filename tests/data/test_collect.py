@@ -5,6 +5,7 @@ collection that is stopped and run again is bit for bit the one that was left al
 from __future__ import annotations
 
 import random
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -304,9 +305,24 @@ def test_a_full_disk_is_refused_with_the_estimate(
     usage = collector.shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(collector.shutil, "disk_usage", lambda _path: usage)
     with pytest.raises(
-        ExpertcastError, match=r"3,000 tokens of 371 bytes need 1.11 MB more .* 1 MB are free: collect fewer"
+        ExpertcastError,
+        match=r"3,000 tokens of 371 bytes and .* beside them need 1.14 MB more .* 1 MB are free: collect fewer",
     ):
         collect(small_model, reference_tokenizer, text, tmp_path / "traces", tokens=3000)
+
+
+def test_the_estimate_has_all_files(
+    small_model: PreTrainedModel, reference_tokenizer: Any, text: list[Document], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """In few tokens of a large model the stand-in and the default vectors are half of the bytes."""
+    collect(small_model, reference_tokenizer, text, tmp_path / "traces", tokens=400)
+    found = re.search(r"about ([\d.]+) (k|M)B on disk", capsys.readouterr().err)
+    assert found is not None
+    there = sum(
+        path.stat().st_size for path in (tmp_path / "traces").iterdir() if path.suffix in (".arrow", ".safetensors")
+    )
+    assert float(found[1]) * {"k": 1e3, "M": 1e6}[found[2]] == pytest.approx(there, rel=0.05)
 
 
 def test_damage_between_a_kill_and_going_on_is_noticed(

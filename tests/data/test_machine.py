@@ -168,6 +168,17 @@ def test_more_than_memory_is_one_line(
     assert re.search(r"give \d+ bytes or more, such as [\d.]+[kM]?B$", lines[-1])
 
 
+@pytest.mark.parametrize("command", [["bench"], ["bench", "--experts", "int8"], ["advise"]])
+def test_measuring_more_than_memory_names_the_command_that_can(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(HOST_MEMORY, lambda: 1000)
+    assert main([*command, REFERENCE]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "bench and advise hold all experts in memory" in line
+    assert "`generate`" in line
+
+
 @pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4", "gguf"])
 def test_a_model_for_another_device_never_lies_in_host_memory(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -55,7 +56,8 @@ def test_training_online(capsys: pytest.CaptureFixture[str], text: str, tiny_fol
     found = stages(printed)
     for stage in (
         "default vectors", "stand-in for early attention: maps",
-        "estimator: sums of 3 layer pairs", "estimator: choosing strengths, 1 ahead", "calibrating",
+        "estimator: sums of 3 layer pairs", "estimator: solving 3 layer pairs", "estimator: choosing strengths, 1 ahead",
+        "calibrating",
         "scoring on split 'validation'", "scoring on split 'test'",
     ):  # fmt: skip
         assert "100%" in found[stage], stage
@@ -139,6 +141,21 @@ def test_a_stage_ends_with_a_line_where_nothing_was_shown_before(
     said = capsys.readouterr().err
     assert said.count("stage") == 1
     assert said.endswith("\n")
+
+
+def test_a_stage_is_shown_before_its_first_step_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A forward of a model larger than memory takes minutes."""
+    monkeypatch.setattr(progress, "DELAY_S", 0.01)
+    said = ""
+    with Progress("stage", total=2, unit="run"):
+        for _ in range(1000):
+            if said := said + capsys.readouterr().err:
+                break
+            time.sleep(0.01)
+    assert "stage:   0%" in said
+    assert "0/2" in said
 
 
 def test_an_interrupted_constructor_leaves_a_bar_that_closes() -> None:

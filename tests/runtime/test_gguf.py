@@ -272,4 +272,4 @@ def test_a_file_runs_without_options(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [path] == list(tmp_path.iterdir())
     assert ["expanded" in plans[0], "packed as Q4_0, computed in" in plans[1]] == [True, True]
     assert f"2 of {everything} in slots" in plans[2]
-    assert "in the checkpoint's own files; a token reads about" in plans[2]
+    assert "in the checkpoint's own files; once these slots are full, a token reads about" in plans[2]

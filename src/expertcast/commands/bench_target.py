@@ -30,7 +30,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import weight_bits
 from expertcast.data.text import bundled_ids
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.predictors.messages import Json
+from expertcast.predictors.messages import Json, TooLargeError
 
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.bench import BorrowedStore
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 _EXPANDED = "expanded"
 """Default form of the experts."""
+_IN_MEMORY = (
+    "bench and advise hold all experts in memory: compare `generate` with and without --predictor for a larger model"
+)
 DEFAULT_PREDICTOR = "next_norm"
 """It needs no training."""
 
@@ -115,11 +118,14 @@ class Target:
         from expertcast.runtime.config import OffloadConfig
 
         name, form = options.target, options.experts_form
-        if form == _EXPANDED:
-            model = load_model(name, dtype=options.dtype, **options.passed_on(name))
-        else:
-            link = "instant" if options.device_name == "cpu" else "auto"  # a link to memory: nothing stays in files
-            model = loaded_model(options.offloaded(name, OffloadConfig(experts=form, cache=False, link=link)))
+        try:
+            if form == _EXPANDED:
+                model = load_model(name, dtype=options.dtype, **options.passed_on(name))
+            else:
+                link = "instant" if options.device_name == "cpu" else "auto"  # a link to memory: nothing stays in files
+                model = loaded_model(options.offloaded(name, OffloadConfig(experts=form, cache=False, link=link)))
+        except TooLargeError as error:
+            raise ExpertcastError(f"{error}; {_IN_MEMORY}") from error
         view = find_moe_layers(model)
         device = torch.device(options.device_name)
         return cls(options, without_experts_to(model, device), view, BorrowedStore(view, device))

@@ -26,12 +26,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.commands.numbers import bandwidth, not_negative_whole, positive, seed
 from expertcast.data.machine import free_memory, torch_device
-from expertcast.data.models import TooLargeError, load_model, load_tokenizer
+from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.plan import TextOptions
 from expertcast.data.processes import join_ranks, wait_for_all
 from expertcast.data.source import ModelSource
 from expertcast.predictors.base import Predictor, register
-from expertcast.predictors.messages import ExpertcastError, first_line
+from expertcast.predictors.messages import ExpertcastError, TooLargeError, first_line
 from expertcast.predictors.options import field_docs
 
 if TYPE_CHECKING:
