@@ -26,7 +26,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from expertcast.data.kv_cache import appended_layer, reading_copy
 from expertcast.data.machine import one_row, without_onednn
 from expertcast.data.means import adds_block
-from expertcast.data.taps import unrecorded
+from expertcast.data.taps import OBSERVES, unrecorded
 from expertcast.data.tracing import Program, traced
 from expertcast.predictors.view import MoELayer, MoEView
 
@@ -241,6 +241,31 @@ class Block:
         size = residual.float().square().mean().sqrt()
         off = (expected.float() - residual.float()).square().mean().sqrt()
         return bool(off <= _CLOSE * size)
+
+
+class _BeforeNorm:
+    """Hook before the norm of a block's router: ends an early run, or compares the model's run with it.
+
+    Args:
+        block: the block.
+        refused: takes the reason if the two differ.
+    """
+
+    def __init__(self, block: Block, refused: dict[int, str]) -> None:
+        self._block, self._refused = block, refused
+
+    def __call__(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Read what the norm takes."""
+        block = self._block
+        if block.running:
+            raise ReachedError(args[0])
+        if block.expected is not None and not block.check(args[0]):
+            self._refused[block.layer.index] = "its attention gave another result when it was run early"
+
+
+setattr(
+    _BeforeNorm, OBSERVES, property(lambda hook: not hook._block.running)
+)  # a traced run is of the layer's own code
 
 
 # A decode step as a traced program whose inputs include the keys and values of the past. A program replaces the block
@@ -462,15 +487,9 @@ class EarlyAttention:
             ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
                 return None if block.running else self._called(block, args, kwargs)
 
-            def before_norm(_module: nn.Module, args: tuple[Tensor, ...], block: Block = block) -> None:
-                if block.running:
-                    raise ReachedError(args[0])
-                if block.expected is not None and not block.check(args[0]):
-                    self.refused[block.layer.index] = "its attention gave another result when it was run early"
-
             decoder, norm = block.layer.decoder, block.layer.norm
             self._stack.callback(decoder.register_forward_pre_hook(before_block, with_kwargs=True).remove)
-            self._stack.callback(norm.register_forward_pre_hook(before_norm, prepend=True).remove)
+            self._stack.callback(norm.register_forward_pre_hook(_BeforeNorm(block, self.refused), prepend=True).remove)
         self._stack.callback(self._model.base_model.register_forward_hook(self._finished).remove)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from expertcast.data import ggml, packed_layer
+from expertcast.data.early import EarlyAttention
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_linear import pack_linears
 from expertcast.data.taps import RouterTaps
@@ -192,6 +193,19 @@ def test_taps_see_what_the_norms_take(counts: _Counts) -> None:
         near(call.router_input_TD, own.router_input_TD, _ROUNDING)
         near(call.logits_TE, own.logits_TE, _ROUNDING)
         assert torch.equal(call.ids_TK, own.ids_TK)
+
+
+def test_early_attention_leaves_the_bits(counts: _Counts) -> None:
+    """Forecasts by it must not change what is generated: layers run by graphs also where it follows them."""
+    model = _packed(dtype=torch.bfloat16)
+    expected, early = decoded(model), EarlyAttention(model, find_moe_layers(model))
+    refused = dict(early.refused)
+    early.attach()
+    counts.clear()
+    assert torch.equal(decoded(model), expected)
+    assert counts.layers == 6 * model.config.num_hidden_layers
+    early.close()
+    assert early.refused == refused, "its runs give the layers' own residuals"
 
 
 def test_routers_that_use_their_input_otherwise_multiply_for_themselves(counts: _Counts) -> None:

@@ -56,8 +56,8 @@ def test_training_online(capsys: pytest.CaptureFixture[str], text: str, tiny_fol
     found = stages(printed)
     for stage in (
         "default vectors", "stand-in for early attention: maps",
-        "estimator: sums of 3 layer pairs", "estimator: solving 3 layer pairs", "estimator: choosing strengths, 1 ahead",
-        "calibrating",
+        "estimator: sums of 3 layer pairs", "estimator: solving 3 layer pairs",
+        "estimator: choosing strengths, 1 ahead", "calibrating",
         "scoring on split 'validation'", "scoring on split 'test'",
     ):  # fmt: skip
         assert "100%" in found[stage], stage
