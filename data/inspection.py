@@ -144,7 +144,7 @@ def describe(model: PreTrainedModel, model_id: str, form: Quantised | None, view
 def _loaded(form: Quantised | None) -> str:
     if form is None:
         return "unchanged"
-    kept = "; with experts packed, experts and linear layers keep their codes where there is a kernel for them"
+    kept = ", as these sizes; packed, a CPU's default, experts and linear layers keep their codes where ggml has them"
     return f"dequantised while loading{'' if form.method in (FP8, BITSANDBYTES) else kept}"
 
 

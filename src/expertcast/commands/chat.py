@@ -68,7 +68,7 @@ def run(options: Options) -> Outcome:
                 chat.answer(line)
         last = {"timing": chat.timing, "stats": offloaded.stats.as_dict()}
     result = {"answers": chat.answers, "generated_tokens": chat.tokens, **last}
-    return result, f"{chat.answers} answers, {chat.tokens} tokens"
+    return result, f"{chat.answers} answer{'s' * (chat.answers != 1)}, {chat.tokens} tokens"
 
 
 class _Stopped(KeyboardInterrupt):
