@@ -141,18 +141,19 @@ def model_of(
     return loaded.eval()
 
 
-def put_adapter(model: PreTrainedModel, source: ModelSource) -> None:
-    """Put the adapter beside a model's weights on the model, as `from_pretrained` does; do nothing without one.
+def put_adapter(model: PreTrainedModel, source: ModelSource) -> bool:
+    """Put the adapter beside a model's weights on the model, as `from_pretrained` does; return whether there is one.
 
     Raises:
         ExpertcastError: the adapter cannot be loaded, or PEFT is not installed.
     """
     if source.file(ADAPTER) is None:
-        return
+        return False
     try:
         check_complete(model.load_adapter(source.path, adapter_kwargs=source.files).missing_keys)
     except Exception as error:  # PEFT raises many kinds
         raise ExpertcastError(f"cannot load the adapter beside model {source.name!r}: {first_line(error)}") from error
+    return True
 
 
 def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu", **options: object) -> PreTrainedModel:

@@ -368,6 +368,34 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
     return MoEView(layers, model_id=str(model.config.name_or_path or type(model).__name__))
 
 
+def same_layers(view: MoEView, model: nn.Module, other: nn.Module) -> MoEView:
+    """Return the layers of a view in another model with the same modules, without a forward.
+
+    Args:
+        view, model: a view and its model.
+        other: such as the same model with weights.
+    """
+    names = {module: name for name, module in model.named_modules()}
+
+    def there(module: nn.Module) -> nn.Module:
+        return other.get_submodule(names[module]) if module in names else module  # no norm: an identity
+
+    def arguments(layer: MoELayer) -> tuple[tuple[str, OwnTensor | float | None], ...]:
+        given = layer.router_arguments
+        return tuple(
+            (name, replace(own, owner=there(own.owner)) if isinstance(own, OwnTensor) else own) for name, own in given
+        )
+
+    layers = tuple(
+        replace(
+            layer, decoder=there(layer.decoder), block=there(layer.block), norm=there(layer.norm),
+            router=there(layer.router), experts=there(layer.experts), router_arguments=arguments(layer),
+        )
+        for layer in view
+    )  # fmt: skip
+    return replace(view, layers=layers)
+
+
 def _is_experts_module(module: nn.Module) -> bool:
     """Return whether the module's class is decorated with `use_experts_implementation`."""
     return all(hasattr(module, mark) for mark in ("has_gate", "is_transposed", "_is_expert_parallel"))

@@ -21,7 +21,7 @@ from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 
 from expertcast.data.machine import torch_device, torch_dtype
 from expertcast.data.models import LOADING, form_of, meta_model, model_of, one_line, open_weights, put_adapter
-from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers, same_layers
 from expertcast.data.packed_experts import BlockForm, Forms, for_device, form_for, make_packed, matrices
 from expertcast.data.packed_linear import linear_forms, pack_linears
 from expertcast.data.source import MXFP4, ModelSource, Quantised, check_release, forget_quantisation
@@ -30,7 +30,7 @@ from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.config import BY_FORM, EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, make_store
 from expertcast.runtime.forecasters import check_forecasters
-from expertcast.runtime.offloading import OffloadedModel, offload
+from expertcast.runtime.offloading import OffloadedModel, offload_layers
 from expertcast.runtime.plan import Plan, context_bytes, fits_memory
 from expertcast.runtime.policies.base import check_slots
 from expertcast.runtime.recording.recorder import Observer
@@ -143,10 +143,12 @@ def load_offloaded(
             # experts on the meta device: the store replaces them, and a closed model keeps them
             metas = {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()}
             _replace(model, metas)
+            view = same_layers(view, skeleton, model)
             for layer, layer_forms in zip(view, forms, strict=True):
-                make_packed(model.get_submodule(layer.experts_name), layer.num_experts, layer_forms)
-            put_adapter(model, source)
-            return offload(model, config, observers=observers)
+                make_packed(layer.experts, layer.num_experts, layer_forms)
+            if put_adapter(model, source):
+                view = find_moe_layers(model)  # refuses adapters on what it offloads
+            return offload_layers(model, view, config, observers)
         except BaseException:
             made.close()
             raise

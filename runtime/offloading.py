@@ -395,11 +395,16 @@ def offload(
         True
     """
     check_release("offloading")
-    config = OffloadConfig.of(config, fields)
     check_model(model)
     refuse_offloaded(model)
+    return offload_layers(model, find_moe_layers(model), OffloadConfig.of(config, fields), observers)
+
+
+def offload_layers(
+    model: PreTrainedModel, view: MoEView, config: OffloadConfig, observers: Sequence[Observer] = ()
+) -> OffloadedModel:
+    """Offload a model, as :func:`offload` does, whose MoE layers are known."""
     refuse_shared(config.link, config.store, config.predictor)
-    view = find_moe_layers(model)
     device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
     speculator, recall = make_forecasters(config, model, view, device)
     link = make_link(config, device.type)
