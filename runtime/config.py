@@ -136,8 +136,7 @@ class OffloadConfig:
     """Checkpoint folder, user/repo or user/repo@revision of the hub, or the name of a predictor that needs no training
     (default: none, experts are loaded on demand)."""
     mode: str = "exact"
-    """exact: forecasts only prefetch; speculate: layers execute them; hybrid: some layers do; both where `forecasts`
-    makes them."""
+    """exact: forecasts only prefetch; speculate: layers execute them; hybrid: some layers do."""
     slots: int | None = None
     """Number of slots, places for one expert each (default: as many as fit `memory`; in `bench`, `advise` and for a
     loaded model a quarter of all experts, on the CPU at most what is free)."""
@@ -160,8 +159,8 @@ class OffloadConfig:
     """Cache policies, text such as `eviction=lfu scope=layer`, or the name of a preset (default: lrfu, prefetch of the
     forecast experts, every miss loaded)."""
     forecasts: str = AUTO
-    """auto: time the predictor's methods, and use the fastest, or none; always; never: only executed forecasts. With
-    auto, modes speculate and hybrid execute forecasts in the steps where that is fastest."""
+    """auto: in each step the fastest of the predictor's methods, executed or not, or none; always; never: only executed
+    forecasts."""
     misses: str = COPY
     """Missing experts of decode steps: copy them, compute them on the host from the store, or auto."""
     ahead: Annotated[int, Field(ge=1)] = 1

@@ -412,10 +412,10 @@ def offload_layers(
     if config.experts in EXPERTS_BITS:
         warnings.warn(
             f"the model's experts are rounded to {config.experts}, and stay rounded after the offload is closed",
-            stacklevel=2,
+            stacklevel=3,
         )
     for line in remarks(config):
-        warnings.warn(line, stacklevel=2)
+        warnings.warn(line, stacklevel=3)
     store = make_store(config, ExpertsForm.of(view), device)
     beside: dict[str, int] = {}
     if config.memory is not None:

@@ -130,8 +130,8 @@ class Launches:
 
 
 LAUNCHES = {
-    "qwen3_moe": Launches(attention=57, experts=10, before=10, forecast=30),
-    "gpt_oss": Launches(attention=48, experts=19, before=34, forecast=28),
+    "qwen3_moe": Launches(attention=57, experts=10, before=10, forecast=29),
+    "gpt_oss": Launches(attention=48, experts=19, before=34, forecast=27),
 }
 """Launches by model type, counted on transformers 5.23; tests count them again."""
 
