@@ -263,9 +263,8 @@ class _BeforeNorm:
             self._refused[block.layer.index] = "its attention gave another result when it was run early"
 
 
-setattr(
-    _BeforeNorm, OBSERVES, property(lambda hook: not hook._block.running)
-)  # a traced run is of the layer's own code
+# an early run is of the layer's own code
+setattr(_BeforeNorm, OBSERVES, property(lambda hook: not hook._block.running))
 
 
 # A decode step as a traced program whose inputs include the keys and values of the past. A program replaces the block

@@ -395,16 +395,19 @@ def offload(
         True
     """
     check_release("offloading")
+    config = OffloadConfig.of(config, fields)
     check_model(model)
     refuse_offloaded(model)
-    return offload_layers(model, find_moe_layers(model), OffloadConfig.of(config, fields), observers)
+    return offload_layers(model, None, config, observers)
 
 
 def offload_layers(
-    model: PreTrainedModel, view: MoEView, config: OffloadConfig, observers: Sequence[Observer] = ()
+    model: PreTrainedModel, view: MoEView | None, config: OffloadConfig, observers: Sequence[Observer] = ()
 ) -> OffloadedModel:
-    """Offload a model, as :func:`offload` does, whose MoE layers are known."""
+    """Offload a model as :func:`offload` does; `view`: its MoE layers, or None to find them."""
     refuse_shared(config.link, config.store, config.predictor)
+    if view is None:
+        view = find_moe_layers(model)
     device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
     speculator, recall = make_forecasters(config, model, view, device)
     link = make_link(config, device.type)

@@ -74,11 +74,11 @@ class _Parameter:
     def pieces(self) -> tuple[Piece, ...] | None:
         """Return the types of the parameter's rows; None if they are not rows of the file."""
         given = [(tensor.kind.name, tensor.rows.get_shape()[-2:][0]) for tensor in self.stored]
-        order = self._order()
-        if order is None or not ggml.TYPES.keys() >= {kind for kind, _ in given}:
+        order, types = self._order(), {kind for kind, _ in given}
+        if order is None or not ggml.TYPES.keys() >= types:
             return None
-        if len({kind for kind, _ in given}) == 1:
-            return (Piece(given[0][0], len(order)),)
+        if len(types) == 1:
+            return (Piece(types.pop(), len(order)),)
         kinds = list(chain.from_iterable([kind] * rows for kind, rows in given))
         return tuple(Piece(kind, len(list(rows))) for kind, rows in groupby(kinds[row] for row in order.tolist()))
 

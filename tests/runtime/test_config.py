@@ -25,6 +25,7 @@ from expertcast.predictors.baselines import NextNorm
 from expertcast.predictors.options import field_docs
 from expertcast.runtime.config import EXPERTS, LINKS, MISSES, MODES, remarks
 from expertcast.runtime.drafts.names import keeps_copies
+from expertcast.runtime.engine.front import in_use
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import LRU, MISS, PRESETS, ROUTING, Choice, Policies, PolicyConfig
@@ -247,6 +248,19 @@ def test_what_is_no_model_or_no_configuration(reference_model: PreTrainedModel) 
         offload(reference_model, {"slots": 9})
     with pytest.raises(ExpertcastError, match=r"a Qwen3MoeForCausalLM is not a folder.*pass a loaded model"):
         load_offloaded(reference_model)
+
+
+def test_options_are_refused_before_the_model_runs(tiny: PreTrainedModel) -> None:
+    """A forward of two tokens finds its layers."""
+    handle = tiny.base_model.register_forward_pre_hook(lambda *_: pytest.fail("the model runs"))
+    try:
+        with refused("tokens_per_step"):
+            offload(tiny, tokens_per_step=1)
+        link = InstantLink()
+        with in_use(link), refused("serves another offload"):
+            offload(tiny, link=link)
+    finally:
+        handle.remove()
 
 
 def test_what_is_shown_in_an_interpreter(reference_model: PreTrainedModel) -> None:
