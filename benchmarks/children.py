@@ -73,14 +73,19 @@ class Cage:
         return int((self._memory / "memory.max_usage_in_bytes").read_text())
 
 
-def drop_cached(folders: Iterable[Path]) -> None:
-    """Drop the cached pages of all files in some folders (or of single files), except pages that a process maps."""
+def drop_cached(folders: Iterable[Path]) -> int:
+    """Drop the cached pages of all files in some folders (or of single files), except pages that a process maps; return
+    the bytes of the files.
+    """
+    nbytes = 0
     for folder in folders:
         for path in (folder, *folder.rglob("*")):
             if path.is_file():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())  # dirty pages cannot be dropped
+                    nbytes += os.fstat(file.fileno()).st_size
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return nbytes
 
 
 def _new_group(controller: str) -> Path | None:
@@ -113,6 +118,9 @@ def _try_write(path: Path, text: str) -> bool:
 
 
 _MOST_SECONDS = 3600
+_SETTLED_S, _LARGE = 10, 1 << 30
+"""Seconds after which a virtual machine's host has taken freed memory back, and bytes of files from which that is
+waited for. A run that starts sooner finds the memory of the last one: one that imports for three seconds does not."""
 
 
 def run(
@@ -141,7 +149,8 @@ def run(
         out, errors = Path(temporary) / "out.json", Path(temporary) / "errors"
         written = Path(temporary) / "spec.json"
         written.write_text(json.dumps({**spec, "groups": cage.groups, "out": str(out)}))
-        drop_cached(cold)
+        if drop_cached(cold) > _LARGE:
+            time.sleep(_SETTLED_S)
         before = _busy_s(), time.monotonic()
         with errors.open("w") as log, subprocess.Popen(
             [python, "-m", module, str(written)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
