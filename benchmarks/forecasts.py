@@ -46,6 +46,7 @@ from expertcast.data.plan import TextOptions
 from expertcast.data.text import bundled_ids, load_documents
 from expertcast.predictors import MoEView
 from expertcast.predictors.hybrid import HybridConfig
+from expertcast.predictors.linear import LinearConfig, default_inputs
 from expertcast.predictors.messages import Json
 from expertcast.runtime.benchmarking.bench import BorrowedStore, decode_resident
 from expertcast.runtime.config import OffloadConfig
@@ -173,7 +174,8 @@ class Grid:
             options = TextOptions(tokens=self._args.train_tokens)
             documents, tokenizer = load_documents(REFERENCE), load_tokenizer(REFERENCE)
             source = collect(self._model, tokenizer, documents, self._folder / "traces", options)
-            fitted = fit_many([*RUNGS, LADDER], source, {LADDER: HybridConfig(candidates=RUNGS)})
+            late = LinearConfig(inputs=default_inputs(source.view.shape, ["early"]))  # as in a hybrid with an estimator
+            fitted = fit_many([*RUNGS, LADDER], source, {LADDER: HybridConfig(candidates=RUNGS), "linear": late})
             for name, own in fitted.items():
                 save_predictor(own.predictor, folder / name, view=source.view)
         return {name: str(folder / name) for name in (*RUNGS, LADDER)}
