@@ -23,16 +23,21 @@ from expertcast.predictors.messages import Json
 
 PEER, _RUN = "llama.cpp", "benchmarks.packed_peer"
 _LAZY = {"lazy_mode": "ON", "no_extra_bufts": True}
+_REPACKED = {"lazy_mode": "OFF", "load_mode": "NONE"}
+_PLAIN = {"flash_attn_type": "DISABLED"}
 _IN_PLACE = {"experts": "packed", "in_place": True, "store_folder": None}
 SIDES = (
     Side(f"{PEER}, lazy on", _LAZY, peer=_RUN),
-    Side(f"{PEER}, repacked", {"lazy_mode": "OFF", "load_mode": "NONE"}, peer=_RUN, where=("whole",)),
+    Side(f"{PEER}, lazy, plain attention", {**_LAZY, **_PLAIN}, peer=_RUN, where=("limited",)),
+    Side(f"{PEER}, repacked", _REPACKED, peer=_RUN, where=("whole",)),
+    Side(f"{PEER}, repacked, plain attention", {**_REPACKED, **_PLAIN}, peer=_RUN, where=("whole",)),
     Side("packed", _IN_PLACE),
     Side("packed, forecasts", _IN_PLACE, predictor="next_norm", where=("limited",)),
     Side(f"{PEER}, mmap", {"lazy_mode": "OFF", "load_mode": "MMAP", "no_extra_bufts": True}, peer=_RUN),
     Side("expanded", {"experts": "expanded"}),
 )
-"""`lazy on` reads experts when they are used, `repacked` keeps a copy in an order of its own, `mmap` is the default."""
+"""`lazy on` reads experts when they are used, `repacked` keeps a copy in an order of its own, `mmap` is the default. Its
+default attention, flash attention, takes less time in prompts, plain attention in tokens."""
 
 
 def described_file(path: Path, layers: int) -> Json:
@@ -51,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer", type=Path, default=Path(sys.executable), help="interpreter with xllamacpp")
     parser.add_argument("--kind", choices=KINDS, default="Q4_0", help="types of the file (default: %(default)s)")
     args = parser.parse_args(arguments)
-    args.sides = args.sides or [side.name for side in SIDES[:4]]
+    args.sides = args.sides or [side.name for side in SIDES[:6]]
     args.keep.mkdir(parents=True, exist_ok=True)
     file = ResultFile(args, {name: getattr(args, name) for name in (*SETTINGS, "kind")}, args.keep)
     path = make(args.keep, args.kind, args.layers, qwen3(args.layers, small=args.small))
