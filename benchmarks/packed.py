@@ -33,11 +33,10 @@ SIDES = (
     Side(f"{PEER}, repacked, plain attention", {**_REPACKED, **_PLAIN}, peer=_RUN, where=("whole",)),
     Side("packed", _IN_PLACE),
     Side("packed, forecasts", _IN_PLACE, predictor="next_norm", where=("limited",)),
-    Side(f"{PEER}, mmap", {"lazy_mode": "OFF", "load_mode": "MMAP", "no_extra_bufts": True}, peer=_RUN),
     Side("expanded", {"experts": "expanded"}),
 )
-"""`lazy on` reads experts when they are used, `repacked` keeps a copy in an order of its own, `mmap` is the default. Its
-default attention, flash attention, takes less time in prompts, plain attention in tokens."""
+"""`lazy on` reads experts when they are used, `repacked` keeps a copy in an order of its own.
+Flash attention, its default, takes less time in prompts, plain attention in tokens."""
 
 
 def described_file(path: Path, layers: int) -> Json:
