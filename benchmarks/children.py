@@ -137,7 +137,8 @@ def run(
         module: name of the module.
         spec: input of the child, as JSON.
         memory: limit in bytes for the child and the pages of its files; None: no limit.
-        cold: files, or folders whose files, leave the page cache before the start and again once the child has loaded.
+        cold: files, or folders whose files, leave the page cache before the start, large ones some seconds before,
+            and again once the child has loaded.
         python: Python interpreter of the child.
 
     Returns:

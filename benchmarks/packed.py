@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer", type=Path, default=Path(sys.executable), help="interpreter with xllamacpp")
     parser.add_argument("--kind", choices=KINDS, default="Q4_0", help="types of the file (default: %(default)s)")
     args = parser.parse_args(arguments)
-    args.sides = args.sides or [side.name for side in SIDES[:6]]
+    args.sides = args.sides or [side.name for side in SIDES[:-1]]
     args.keep.mkdir(parents=True, exist_ok=True)
     file = ResultFile(args, {name: getattr(args, name) for name in (*SETTINGS, "kind")}, args.keep)
     path = make(args.keep, args.kind, args.layers, qwen3(args.layers, small=args.small))
