@@ -6,11 +6,13 @@ import contextlib
 import ctypes
 import functools
 import math
+import mmap
 import os
 import platform
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -20,6 +22,8 @@ from torch import Tensor
 from expertcast.predictors.messages import ExpertcastError, Json
 
 _R = TypeVar("_R")
+_ALIGNED = 64
+"""Bytes to whose multiples memory is aligned."""
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
@@ -32,6 +36,30 @@ def available_memory(root: Path = Path("/")) -> int | None:
     bounds = [None if kilobytes is None else 1024 * kilobytes]
     bounds += [_VERSIONS[kind].available(group) for kind, group in _groups(root, "memory")]
     return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def mapped(*sizes: int) -> list[Tensor]:
+    """Return zeroed memory of so many bytes each, uint8 and aligned to 64, side by side in one mapping of the system.
+
+    Its pages have 2 MB where the system has such. With packed linear layers in pages of 4 KB a token takes a twentieth
+    to a tenth more time (48 layers of Qwen3-30B-A3B and 6, on a virtual machine). Pages are committed when they are
+    first written.
+
+    Raises:
+        ExpertcastError: the system cannot map that many bytes.
+    """
+    starts = [*accumulate((-(-nbytes // _ALIGNED) * _ALIGNED for nbytes in sizes), initial=0)]
+    try:
+        mapping = mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ExpertcastError(f"cannot map {starts[-1]} bytes of host memory ({error}): use store='disk'") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without such pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return [
+        torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=start)
+        for nbytes, start in zip(sizes, starts, strict=False)
+    ]
 
 
 def usable_processors(root: Path = Path("/")) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data import ggml
+from expertcast.data.machine import mapped
 from expertcast.data.packed_experts import BlockForm, PackedMatrix, Piece, expanded
 from expertcast.data.packed_layer import fuse_layers
 from expertcast.data.weights.files import ComputedTensor, TensorFile
@@ -135,7 +136,7 @@ def pack_linears(
     model: PreTrainedModel, forms: Mapping[str, BlockForm], weights: Mapping[str, TensorFile],
     routers: Iterable[str] = (),
 ) -> None:  # fmt: skip
-    """Replace linear layers and embeddings by packed ones, one after the other.
+    """Replace linear layers and embeddings by packed ones, one after the other in :func:`machine.mapped` memory.
 
     Args:
         model: the model, whose layers' own weights are not read.
@@ -143,7 +144,8 @@ def pack_linears(
         weights: its argument.
         routers: names of the routers.
     """
-    for name, form in forms.items():
+    places = mapped(*(form.nbytes for form in forms.values())) if forms else []
+    for (name, form), place in zip(forms.items(), places, strict=True):
         module, file = model.get_submodule(name), weights[f"{name}.weight"]
         assert isinstance(file, ComputedTensor)
         assert file.blocks is not None
@@ -153,7 +155,8 @@ def pack_linears(
         else:
             packed = PackedEmbedding(form, module.weight.dtype)  # type: ignore[arg-type, union-attr]
         packed.train(module.training)
-        form.put(file.blocks(...), packed.__dict__["matrix"].blocks[0])
+        form.put(file.blocks(...), place)
+        packed.__dict__["matrix"].blocks.data = place.unsqueeze(0)
         model.set_submodule(name, packed)
     fuse_layers(model, routers)
 

@@ -19,8 +19,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from expertcast.data.machine import available_memory
-from expertcast.predictors.messages import ExpertcastError
+from expertcast.data.machine import available_memory, mapped
 
 _PORTABLE_AND_MAPPED = 3
 """cudaHostRegisterPortable | cudaHostRegisterMapped: page-locked for every context, and readable by kernels."""
@@ -126,11 +125,10 @@ class HostMemory:
     """
 
     def __init__(self, nbytes: int, lock: PageLock | None = None) -> None:
-        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        mapping = _map(size)
-        self.bytes: Tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
+        (found,) = mapped(nbytes)
+        self.bytes: Tensor = found
         """uint8 [nbytes]; a tensor that views it keeps the mapping alive."""
-        pointer = self.bytes.data_ptr()
+        pointer, size = found.data_ptr(), -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.pinned = lock is not None and lock.lock(pointer, size)
         self._unlock: weakref.finalize[[int, int], HostMemory] | None = None
         if lock is not None and self.pinned:
@@ -143,17 +141,6 @@ class HostMemory:
             self._unlock()
         self.pinned = False
         self.bytes = torch.empty(0, dtype=torch.uint8)
-
-
-def _map(size: int) -> mmap.mmap:
-    try:
-        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise ExpertcastError(f"cannot map {size} bytes of host memory ({error}): use store='disk'") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
 
 
 def commit(memory: Tensor) -> None:

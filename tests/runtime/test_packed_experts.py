@@ -186,6 +186,25 @@ def _linears(offloaded: OffloadedModel) -> dict[str, PackedModule]:
     return {name: each for name, each in offloaded.model.named_modules() if isinstance(each, PackedModule)}
 
 
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no larger pages")
+def test_linear_layers_share_one_mapping_of_large_pages(tmp_path: Path) -> None:
+    """Alone, a matrix would leave its ends in pages of 4 KB; each stays a tensor of its own, to be moved or pickled."""
+    with load_offloaded(_gguf("Q4_0")(tmp_path), device="cpu", slots=6, experts="packed") as offloaded:
+        held = [matrix.blocks for own in _linears(offloaded).values() for matrix in packed_matrices(own).values()]
+        assert all(blocks.untyped_storage().nbytes() == blocks.nbytes for blocks in held)
+        addresses = sorted(blocks.data_ptr() for blocks in held)
+        lines, wanted = Path("/proc/self/smaps").read_text().splitlines(), set[int]()
+        for line in lines:
+            first, _, _ = line.partition(" ")
+            if "-" in first:
+                start, end = (int(each, 16) for each in first.split("-"))
+            elif first == "VmFlags:" and "hg" in line.split():
+                wanted.update(each for each in addresses if start <= each < end)
+    assert wanted == set(addresses)
+    together = sum(-(-blocks.nbytes // 64) * 64 for blocks in held)
+    assert addresses[-1] - addresses[0] < together
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("form", FORMS)
 def test_offloaded_is_resident(form: str, dtype: str, tmp_path: Path) -> None:
