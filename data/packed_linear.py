@@ -6,6 +6,7 @@ The blocks are those of :mod:`expertcast.data.packed_experts`, for one matrix in
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data import ggml
-from expertcast.data.machine import mapped
+from expertcast.data.machine import mapped, run_alone, usable_processors
 from expertcast.data.packed_experts import BlockForm, PackedMatrix, Piece, expanded
 from expertcast.data.packed_layer import fuse_layers
 from expertcast.data.weights.files import ComputedTensor, TensorFile
@@ -136,7 +137,7 @@ def pack_linears(
     model: PreTrainedModel, forms: Mapping[str, BlockForm], weights: Mapping[str, TensorFile],
     routers: Iterable[str] = (),
 ) -> None:  # fmt: skip
-    """Replace linear layers and embeddings by packed ones, one after the other in :func:`machine.mapped` memory.
+    """Replace linear layers and embeddings by packed ones, side by side in :func:`machine.mapped` memory.
 
     Args:
         model: the model, whose layers' own weights are not read.
@@ -146,18 +147,24 @@ def pack_linears(
     """
     places = mapped(*(form.nbytes for form in forms.values())) if forms else []
     for (name, form), place in zip(forms.items(), places, strict=True):
-        module, file = model.get_submodule(name), weights[f"{name}.weight"]
-        assert isinstance(file, ComputedTensor)
-        assert file.blocks is not None
+        module = model.get_submodule(name)
         packed: PackedModule
         if isinstance(module, nn.Linear):
             packed = PackedLinear(form, module.bias, module.weight.dtype)
         else:
             packed = PackedEmbedding(form, module.weight.dtype)  # type: ignore[arg-type, union-attr]
         packed.train(module.training)
-        form.put(file.blocks(...), place)
         packed.__dict__["matrix"].blocks.data = place.unsqueeze(0)
         model.set_submodule(name, packed)
+
+    def fill(name: str, form: BlockForm, place: Tensor) -> None:
+        file = weights[f"{name}.weight"]
+        assert isinstance(file, ComputedTensor)
+        assert file.blocks is not None
+        form.put(file.blocks(...), place)
+
+    with ThreadPoolExecutor(usable_processors(), initializer=run_alone) as threads:
+        list(threads.map(fill, forms, forms.values(), places))
     fuse_layers(model, routers)
 
 

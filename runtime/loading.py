@@ -29,6 +29,7 @@ from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.config import BY_FORM, EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, make_store
+from expertcast.runtime.engine.front import refuse_shared
 from expertcast.runtime.forecasters import check_forecasters
 from expertcast.runtime.offloading import OffloadedModel, offload_layers
 from expertcast.runtime.plan import Plan, context_bytes, fits_memory
@@ -91,6 +92,7 @@ def load_offloaded(
     check_release("offloading")
     options, own = ModelSource.split(fields, [field.name for field in dataclasses.fields(OffloadConfig)])
     config = OffloadConfig.of(config, own)
+    refuse_shared(config.link, config.store, config.predictor)
     target, source = torch_device(device), ModelSource.of(model_id, options)
     wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype or "auto")
     skeleton = meta_model(source)

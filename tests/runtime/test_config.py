@@ -259,6 +259,8 @@ def test_options_are_refused_before_the_model_runs(tiny: PreTrainedModel) -> Non
         link = InstantLink()
         with in_use(link), refused("serves another offload"):
             offload(tiny, link=link)
+        with in_use(link), refused("serves another offload"):
+            load_offloaded("no model", link=link)
     finally:
         handle.remove()
 
