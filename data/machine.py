@@ -41,9 +41,8 @@ def available_memory(root: Path = Path("/")) -> int | None:
 def mapped(*sizes: int) -> list[Tensor]:
     """Return zeroed memory of so many bytes each, uint8 and aligned to 64, side by side in one mapping of the system.
 
-    Its pages have 2 MB where the system has such. With packed linear layers in pages of 4 KB a token takes a twentieth
-    to a tenth more time (48 layers of Qwen3-30B-A3B and 6, on a virtual machine). Pages are committed when they are
-    first written.
+    Its pages have 2 MB where the system has such. With packed linear layers in pages of 4 KB a token takes 3 to 10%
+    more time (48 layers of Qwen3-30B-A3B and 6, on a virtual machine). Pages are committed when they are first written.
 
     Raises:
         ExpertcastError: the system cannot map that many bytes.
