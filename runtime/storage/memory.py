@@ -125,10 +125,9 @@ class HostMemory:
     """
 
     def __init__(self, nbytes: int, lock: PageLock | None = None) -> None:
-        (found,) = mapped(nbytes)
-        self.bytes: Tensor = found
+        self.bytes: Tensor = mapped(nbytes)[0]
         """uint8 [nbytes]; a tensor that views it keeps the mapping alive."""
-        pointer, size = found.data_ptr(), -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        pointer, size = self.bytes.data_ptr(), -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.pinned = lock is not None and lock.lock(pointer, size)
         self._unlock: weakref.finalize[[int, int], HostMemory] | None = None
         if lock is not None and self.pinned:
